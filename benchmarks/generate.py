@@ -1,13 +1,14 @@
-"""How fast are texts of 16 adapters in one batch, beside transformers with PEFT and beside the bound of memory?
+"""How fast are texts of 16 adapters in continuous batches, beside transformers with PEFT and the bound of memory?
 
     python -m benchmarks.generate --out DIR [--budget 150] [--small]
 
-Qwen3-8B's shape with random weights in bfloat16; 16 adapters of rank 16 on all projections, four prompts of 128 tokens
-for each, 128 new tokens, greedy. The first row checks our tokens against a forward pass without a cache, in float32.
-PEFT runs one adapter after another with four prompts each (three adapters are timed, and all 16 cost as much each), and
-the rows of all adapters in one batch (`adapter_names`). Bytes per step are those of the base's projections and head,
-of all A and B, and of the filled cache; the bound is their time at the bandwidth that a plain read reaches here.
-Seconds contain the prompts. Rows are also written to DIR/generate.jsonl.
+Qwen3-8B's shape with random weights in bfloat16; 16 adapters of rank 16 on all projections, greedy. 64 and 256 rows:
+twice as many prompts of 256 tokens, with answers of 128 to 896 tokens (512 on average), so that rows end and others
+take their places. The first row checks our tokens against a forward pass without a cache, in float32. PEFT runs one
+adapter after another with four prompts each (three adapters are timed, and all 16 cost as much each). Bytes of a pass
+are those of the base's projections and head, of all A and B, and of the filled cache; the bound is their time at the
+bandwidth that a plain read reaches here. A pass is timed while all rows run and none starts. Rows are also written to
+DIR/generate.jsonl.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory, too
 
+import re
+import tempfile
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,16 +36,19 @@ from benchmarks.conditions import conditions
 from benchmarks.harness import write_within_budget
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
-from lorafusion_jax.generation import passes
-from lorafusion_jax.generation.generator import Generator, Request
-from lorafusion_jax.generation.places import BASE
+from lorafusion_jax.generation import packing, passes, row_adapters
+from lorafusion_jax.generation.engine import PROMPT_TOKENS, Engine, Request
+from lorafusion_jax.generation.generator import Generator
+from lorafusion_jax.generation.programs import GenerationPrograms
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.layout.extent import Extent
-from lorafusion_jax.models import Decoder, ModelConfig, Segments
+from lorafusion_jax.models import Decoder, ModelConfig, Segments, cache
+from lorafusion_jax.models.cache import BLOCK
 from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.session.parts import Parts
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stage_weights import LayerWeights, StageWeights
+from pallas_kernels.attention.triton import paged
 
 SHAPE = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36, "num_heads": 32,
@@ -47,7 +58,8 @@ SMALL = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
     "head_dim": 16, "max_positions": 512,
 }  # fmt: skip
-ADAPTERS, RANK, EACH, PROMPT, NEW = 16, 16, 4, 128, 128
+ADAPTERS, RANK, EACH, PROMPT, NEW = 16, 16, 4, 256, 512
+PEFT_NEW, STEPS = 64, 16
 PEFT_ADAPTERS = 3  # that are timed one after another
 
 
@@ -59,27 +71,50 @@ def _rows(small: bool) -> Iterator[dict[str, Any]]:
     yield {"section": "conditions", **conditions()}
     yield _check()
     shape = SMALL if small else SHAPE
-    adapters, new = (4, 16) if small else (ADAPTERS, NEW)
+    adapters, new, prompt = (4, 16, 24) if small else (ADAPTERS, NEW, PROMPT)
     config = ModelConfig(family="qwen3", qk_norm=True, **shape)
     bandwidth = _read_bandwidth(2**24 if small else 2**32)
     yield {"section": "read", "gb_per_s": bandwidth / 1e9}
     stage = random_stage(config, adapters, jnp.bfloat16)
-    prompts = np.random.default_rng(0).integers(1, config.vocab_size, (adapters, EACH, PROMPT)).tolist()
-    joint = [Request(tokens=p, adapter=k, sampling=_greedy(new)) for k in range(adapters) for p in prompts[k]]
-    row = _our_row(stage, joint, "all adapters", bandwidth)
-    yield row
-    yield from _peft_rows(config, prompts, new, row["tokens_per_s"])
-    flat = [p for of_adapter in prompts for p in of_adapter]
-    base = [Request(tokens=p, adapter=BASE, sampling=_greedy(new)) for p in flat]
-    yield _our_row(stage, base, "base alone", bandwidth)
-    yield _our_row(stage, [Request(tokens=p, adapter=0, sampling=_greedy(new)) for p in flat], "one adapter", bandwidth)
-    for block in (1, 12):
-        passes.BLOCK = block
-        yield _our_row(stage, joint, f"all adapters, {block} layers per program", bandwidth)
+    packing.FEWEST_ROWS = packing.TILE if small else 2048  # every number of rows compiles
+    few, many = (8, 16) if small else (64, 256)
+    rates = [0.0]
+    for rows in (many, few):
+        for row in _guarded(
+            f"{rows} rows", _our_rows(stage, _requests(config, rows, adapters, prompt, new), rows, bandwidth)
+        ):
+            rates.append(row.get("tokens_per_s", 0.0))
+            yield row
+    for rows in (few, many):
+        yield from _guarded("as it is", _pass_rows(stage, "as it is", rows, prompt + new // 2, bandwidth))
+    for variant in VARIANTS:
+        yield from _guarded(variant, _pass_rows(stage, variant, few, prompt + new // 2, bandwidth))
+    draw = np.random.default_rng(0)
+    prompts = draw.integers(1, config.vocab_size, (adapters, EACH, prompt)).tolist()
+    yield from _peft_rows(config, prompts, 4 if small else PEFT_NEW, max(rates))
 
 
-def _greedy(new: int) -> Sampling:
-    return Sampling(max_tokens=new)
+def _guarded(name: str, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows, or why there are no more: the others are made all the same."""
+    try:
+        yield from rows
+    except Exception as problem:
+        traceback.print_exc()
+        yield {"section": "failed", "variant": name, "failed": f"{type(problem).__name__}: {problem}"[:500]}
+
+
+def _requests(config: ModelConfig, rows: int, adapters: int, prompt: int, new: int) -> list[Request]:
+    """Twice as many requests as rows, of adapters in turn, with answers of unequal lengths."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(new // 4, 2 * new - new // 4 + 1, 2 * rows)
+    return [
+        Request(
+            tokens=draw.integers(1, config.vocab_size, prompt).tolist(),
+            adapter=number % adapters,
+            sampling=Sampling(max_tokens=int(length)),
+        )
+        for number, length in enumerate(lengths)
+    ]
 
 
 def random_stage(config: ModelConfig, adapters: int, dtype: Any) -> Stage:
@@ -123,7 +158,8 @@ def _check() -> dict[str, Any]:
     config = ModelConfig(family="qwen3", qk_norm=True, **SMALL)
     stage = random_stage(config, 2, jnp.float32)
     prompts = np.random.default_rng(1).integers(1, config.vocab_size, (2, 9)).tolist()
-    answers = Generator([stage])([Request(tokens=p, adapter=BASE, sampling=_greedy(12)) for p in prompts])
+    sampling = Sampling(max_tokens=12)
+    answers = Generator([stage])([Request(tokens=p, adapter=packing.BASE, sampling=sampling) for p in prompts])
     decoder = Decoder(config, dtype=jnp.float32)
     for number, layer in enumerate(decoder.layers):
         for name, array in stage.weights.pieces[number].items():
@@ -143,40 +179,146 @@ def _check() -> dict[str, Any]:
     return {"section": "check", "equal_tokens": 24}
 
 
-def _our_row(stage: Stage, requests: list[Request], name: str, bandwidth: float) -> dict[str, Any]:
-    generator = Generator([stage])
-    began = time.perf_counter()
-    first = generator(requests)
-    first_s = time.perf_counter() - began
-    times = []
-    for _ in range(2):
-        began = time.perf_counter()
-        again = generator(requests)
-        times.append(time.perf_counter() - began)
-    assert [a.tokens for a in first] == [a.tokens for a in again]
-    prefill_s = _seconds(
-        lambda: generator([Request(tokens=r.tokens, adapter=r.adapter, sampling=_greedy(1)) for r in requests])
+def _engine(stage: Stage, rows: int, longest: int, variant: str = "") -> tuple[Engine, list[Any]]:
+    """An engine with a snapshot of every adapter."""
+    adapters = len(stage.parts.specs)
+    options = {"xla_gpu_enable_triton_gemm": False} if variant == "no Triton GEMMs" else None
+    programs = _PROGRAMS.setdefault(variant, [GenerationPrograms(stage, options)])
+    engine = Engine(
+        [stage], rows=rows, slots=adapters, blocks=rows * -(-longest // BLOCK), programs=programs, steps=STEPS
     )
-    new, seconds = requests[0].sampling.max_tokens, min(times)
-    step_s = (seconds - prefill_s) / (new - 1)
-    adapters = {r.adapter for r in requests if r.adapter >= 0}
-    step_bytes = _bytes(stage, len(adapters), len(requests), new)
-    return {
-        "section": "ours", "variant": name, "sequences": len(requests), "adapters": len(adapters), "new_tokens": new,
-        "first_s": first_s, "seconds": seconds, "tokens_per_s": len(requests) * new / seconds, "prompts_s": prefill_s,
-        "step_ms": 1e3 * step_s, "decode_tokens_per_s": len(requests) / step_s, "step_gb": step_bytes / 1e9,
-        "bound_ms": 1e3 * step_bytes / bandwidth, "of_bound": step_bytes / bandwidth / step_s,
+    return engine, [engine.snapshot(adapter) for adapter in range(adapters)]
+
+
+_PROGRAMS: dict[str, list[GenerationPrograms]] = {}  # which all engines of a variant share
+VARIANTS = ("one program per sequence", "A by XLA", "no Triton GEMMs", "attention by XLA", "12 layers per program")
+
+
+def _pass_rows(stage: Stage, variant: str, rows: int, filled: int, bandwidth: float) -> Iterator[dict[str, Any]]:
+    """Times passes over rows of equal lengths, and the kernels of one call."""
+    changes = {
+        "attention by XLA": (cache, "target_platform", lambda: "cpu"),
+        "12 layers per program": (passes, "BLOCK", 12),
+        "one program per sequence": (paged, "PagedConfig", partial(paged.PagedConfig, parts=1)),
+        "A by XLA": (row_adapters, "target_platform", lambda: "cpu"),
+    }
+    module, name, value = changes.get(variant, (passes, "BLOCK", passes.BLOCK))
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        began = time.perf_counter()
+        answer = STEPS * (12 + rows * filled // PROMPT_TOKENS)  # the first rows run while the last prompts are read
+        engine, samplers = _engine(stage, rows, filled + answer, variant)
+        draw = np.random.default_rng(2)
+        for number in range(rows):
+            tokens = draw.integers(1, engine.model.vocab_size, max(filled - 3 * STEPS, 8)).tolist()
+            sampler = samplers[number % len(samplers)]
+            engine.submit(Request(tokens=tokens, sampler=sampler, sampling=Sampling(max_tokens=answer)))
+        while engine.busy and engine.num_running < rows:
+            engine.step()
+        engine.step()
+        assert engine.num_running == rows
+        ready_s = time.perf_counter() - began
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            engine.step()
+            times.append((time.perf_counter() - began) / STEPS)
+        total = _bytes(stage, len(samplers), float(engine.num_cached))
+        yield {
+            "section": "pass", "variant": variant, "rows": rows, "ready_s": ready_s, "pass_ms": 1e3 * min(times),
+            "pass_gb": total / 1e9, "bound_ms": 1e3 * total / bandwidth, "of_bound": total / bandwidth / min(times),
+        }  # fmt: skip
+        yield from _kernel_rows(variant, rows, engine.step)
+    finally:
+        setattr(module, name, before)
+
+
+def _kernel_rows(variant: str, rows: int, run: Callable[[], Any]) -> Iterator[dict[str, Any]]:
+    """Times of the kernels of one pass, the longest first, and what of the time no kernel runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        traces = list(Path(folder).rglob("*.xplane.pb"))
+        data = jax.profiler.ProfileData.from_file(str(traces[0]))
+        events = [
+            (event.start_ns, event.duration_ns, event.name)
+            for plane in data.planes if plane.name.startswith("/device:GPU")
+            for line in plane.lines if line.name.startswith("Stream")
+            for event in line.events
+        ]  # fmt: skip
+    if not events:
+        return
+    spent, times = Counter(), Counter()
+    for _, duration, name in events:
+        kind = re.sub(r"[._]\d+", "", name)[:70]
+        spent[kind] += duration
+        times[kind] += 1
+    wall = max(start + duration for start, duration, _ in events) - min(start for start, _, _ in events)
+    yield {
+        "section": "kernels", "variant": variant, "rows": rows, "wall_ms": wall / 1e6 / STEPS,
+        "busy_ms": sum(spent.values()) / 1e6 / STEPS, "launches": len(events) / STEPS,
+    }  # fmt: skip
+    for kind, duration in spent.most_common(16):
+        yield {
+            "section": "kernel", "variant": variant, "rows": rows, "kernel": kind,
+            "ms": duration / 1e6 / STEPS, "times": times[kind] / STEPS,
+        }  # fmt: skip
+
+
+def _our_rows(stage: Stage, requests: list[Request], rows: int, bandwidth: float) -> Iterator[dict[str, Any]]:
+    """Answers requests, of which the first ones have compiled what all need."""
+    longest = max(len(request.tokens) + request.sampling.max_tokens for request in requests)
+    engine, samplers = _engine(stage, rows, longest)
+    began = time.perf_counter()
+    others = [replace(request, tokens=[*request.tokens[1:], 1]) for request in requests[: rows + rows // 8]]
+    for count in (8, 16, 32):  # prompts of all sizes of passes
+        _run(engine, [replace(request, sampling=Sampling(max_tokens=1)) for request in requests[-count:]], samplers)
+    _run(engine, others, samplers)
+    engine.pool.forget(range(engine.pool.number))
+    first_s = time.perf_counter() - began
+    began = time.perf_counter()
+    answers, calls = _run(engine, requests, samplers)
+    seconds = time.perf_counter() - began
+    full = [(pass_s, filled) for pass_s, filled, running, started in calls if running == rows and not started]
+    pass_s = float(np.median([pass_s for pass_s, _ in full]))
+    pass_bytes = _bytes(stage, len(samplers), float(np.mean([filled for _, filled in full])))
+    tokens = sum(len(answer.tokens) for answer in answers)
+    yield {
+        "section": "ours", "rows": rows, "requests": len(requests), "adapters": len(samplers), "new_tokens": tokens,
+        "first_s": first_s, "seconds": seconds, "tokens_per_s": tokens / seconds, "timed_passes": len(full) * STEPS,
+        "pass_ms": 1e3 * pass_s,
+        "decode_tokens_per_s": rows / pass_s, "pass_gb": pass_bytes / 1e9, "bound_ms": 1e3 * pass_bytes / bandwidth,
+        "of_bound": pass_bytes / bandwidth / pass_s,
     }  # fmt: skip
 
 
-def _bytes(stage: Stage, adapters: int, sequences: int, new: int) -> float:
-    """Bytes that one step must read: weights, the adapters in the model's dtype, and the filled cache."""
+def _run(engine: Engine, requests: list[Request], samplers: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns answers, and of each call: seconds of a pass, tokens in the cache, rows, and whether one began."""
+    answers = [
+        engine.submit(Request(tokens=r.tokens, sampler=samplers[r.adapter], sampling=r.sampling)) for r in requests
+    ]
+    calls, before = [], 0
+    while engine.busy:
+        began = time.perf_counter()
+        engine.step()
+        running = engine.num_running
+        spent = (time.perf_counter() - began) / STEPS
+        started = sum(bool(answer.tokens) for answer in answers)
+        filled = engine.num_cached
+        calls.append((spent, filled, running, started != before))
+        before = started
+    return answers, calls
+
+
+def _bytes(stage: Stage, adapters: int, cached: float) -> float:
+    """Bytes that one pass must read: weights, the adapters in the model's dtype, and the filled cache."""
     config, size = stage.parts.model, jnp.dtype(stage.parts.dtype).itemsize
     assert stage.weights.head is not None
     base = sum(leaf.nbytes for piece in stage.weights.pieces for leaf in piece.values()) + stage.weights.head.nbytes
     pair = sum(leaf.size for leaf in stage.lora.values()) / len(stage.parts.specs) * size
     row = sum(layer.attention.keys * 2 for layer in config.layers) * size
-    return base + adapters * pair + sequences * row * (PROMPT + new / 2)
+    return base + adapters * pair + cached * row
 
 
 def _read_bandwidth(count: int) -> float:
@@ -241,7 +383,7 @@ def _peft_rows(config: ModelConfig, prompts: list, new: int, ours: float) -> Ite
     names = [f"a{number}" for number in range(len(prompts)) for _ in range(EACH)]
     try:
         began = time.perf_counter()
-        run(ids.reshape(-1, PROMPT), adapter_names=names)
+        run(ids.reshape(-1, ids.shape[-1]), adapter_names=names)
         seconds = time.perf_counter() - began
         yield {
             "section": "peft", "variant": "adapters of all rows in one batch", "seconds": seconds,

@@ -101,6 +101,7 @@ PORTABLE_NORM_SPILLS = 8
 MLP_CASES = ((16, 0.1, 0), (16, 0.0, 0), (32, 0.1, 0))  # rank, rate, spills
 EXPERT_CASES = ((8, 4), (64, 4))  # rank, adapters
 ATTENTION_SPILLS = 248  # dk and dv
+KERNELS = ("lora_", "rms_norm", "attention", "experts", "delta_rule", "paged_attention", "down_all")
 PRODUCT = "kernel_mosaic_gpu_kernel"  # of `linear/hopper/gemm.py`
 
 
@@ -174,6 +175,7 @@ def cases(gpu: Gpu) -> Iterator[tuple[str, int, Callable[[], None]]]:
     yield "attention", ATTENTION_SPILLS, attention
     yield "norm with residual", 0, norm
     yield "delta rule", 0, delta_rule
+    yield "decoding", 0, decoding
 
 
 def linear(backend: str, rank: int, adapters: int, rate: float, gpu: Gpu = GPUS["h200"]) -> None:
@@ -328,6 +330,23 @@ def delta_rule() -> None:
     )
 
 
+def decoding() -> None:
+    """Attention to blocks, and the products with A of 16 adapters, for 64 rows of Qwen3-8B's shape."""
+    import jax.numpy as jnp
+
+    from pallas_kernels.attention.triton.paged import paged_attention_kernel
+    from pallas_kernels.linear.triton.down_all import down_all
+
+    def step(q, keys, values, tables, position, x, a):
+        return paged_attention_kernel(q, keys, values, tables, position, scale=0.1), down_all(x, [a, a, a])
+
+    shapes = [(64, 32, 128), (4096, 32, 8, 128), (4096, 32, 8, 128), (64, 36), (64,), (64, 4096), (4096, 256)]
+    dtypes = [jnp.bfloat16] * 3 + [jnp.int32] * 2 + [jnp.bfloat16] * 2
+    compile_for(
+        GPUS["h200"], step, lambda: tuple(jnp.zeros(*pair) for pair in zip(shapes, dtypes, strict=True)), unpack=True
+    )
+
+
 def norm(implementation: Any = None, gpu: Gpu = GPUS["h200"]) -> None:
     import jax
     import jax.numpy as jnp
@@ -385,7 +404,7 @@ def assembled(
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         entry = r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
         for name, spilled, registers in re.findall(entry, text, re.S):
-            if name.startswith(("lora_", "rms_norm", "attention", "experts", "delta_rule")) or "mosaic" in name:
+            if name.startswith(KERNELS) or "mosaic" in name:
                 moves = None
                 if nvdisasm and name == PRODUCT:
                     code = subprocess.run([nvdisasm, "-c", str(binary)], capture_output=True, text=True, check=True)

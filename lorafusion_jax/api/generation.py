@@ -71,7 +71,7 @@ def generate(
         dtype, quantize: of the base, as in a job file (None: as the run was trained).
         step: exported step of a run's adapters (None: the newest).
         samples: texts of each adapter for each prompt, drawn with the seeds `seed`, `seed` + 1, ….
-        sampling: `max_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`; see `Sampling`.
+        sampling: `max_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop` and others; see `Sampling`.
 
     Raises:
         LoraFusionError: the errors of `lorafusion generate`.

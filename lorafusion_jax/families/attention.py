@@ -137,18 +137,14 @@ class Attention:
             tensors.append(_saved("scales of the norm of v", self.kv_heads, float32=True))
         return tuple(tensors)
 
-    def cache_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of what one sequence of up to `tokens` tokens keeps for its next tokens: [K, slots, C].
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what each token keeps for the next ones of its sequence. A layer that reads others' keeps nothing.
 
-        With a window, the keys and values of token t lie in slot t mod slots. A layer that reads others' keeps nothing.
-
-        >>> Attention(width=8, heads=2, kv_heads=1, head_dim=4, window=16).cache_shapes(64)
-        {'keys': (1, 16, 4), 'values': (1, 16, 4)}
+        >>> Attention(width=8, heads=2, kv_heads=1, head_dim=4).row_shapes
+        {'keys': (1, 4), 'values': (1, 4)}
         """
-        if self.reads:
-            return {}
-        slots = tokens if self.window is None else min(self.window, tokens)
-        return dict.fromkeys(("keys", "values"), (self.kv_heads, slots, self.head_dim))
+        return {} if self.reads else dict.fromkeys(("keys", "values"), (self.kv_heads, self.head_dim))
 
     def reach(self, sample_tokens: float) -> float:
         """Length of the sample that would have as many pairs of rows per row without a window.

@@ -99,6 +99,14 @@ class DeltaNet:
         )
 
     @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what a sequence keeps for its next tokens: the memory, and the last rows of the convolution."""
+        return {
+            "memory": (self.value_heads, self.key_dim, self.value_dim),
+            "last_rows": (self.kernel - 1, self.channels),
+        }
+
+    @property
     def rope(self) -> None:
         """It knows the order of rows without rotary embeddings."""
         return

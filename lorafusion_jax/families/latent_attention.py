@@ -127,6 +127,11 @@ class LatentAttention:
             _saved("attention, for o_proj", self.heads * self.value_dim),
         )
 
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As `Attention.row_shapes`: keys and values of every head, not the latents."""
+        return dict.fromkeys(("keys", "values"), (self.heads, self.head_dim))
+
     def reach(self, sample_tokens: float) -> float:
         """As `Attention.reach`."""
         return sample_tokens

@@ -50,19 +50,19 @@ class Layer(LayerSpec):
     arrays: tuple[FrozenArray, ...] = field(init=False, repr=False, compare=False, default=())
 
     @property
-    def uncached(self) -> str | None:
-        """The name of the mechanism that keeps nothing for next tokens, so that generation is not possible."""
-        return None if hasattr(self.attention, "cache_shapes") else type(self.attention).__name__
-
-    @property
     def gives_keys(self) -> bool:
         """Whether later layers read its keys and values."""
         return isinstance(self.attention, Attention) and self.attention.sharing == "gives"
 
-    def cache_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of what one sequence of up to `tokens` tokens keeps in the layer, by name."""
-        assert isinstance(self.attention, Attention), self.uncached
-        return self.attention.cache_shapes(tokens)
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what each token keeps in the layer for the next ones of its sequence, by name."""
+        return {} if isinstance(self.attention, DeltaNet) else self.attention.row_shapes
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what a sequence keeps in the layer, whatever its length, by name; float32."""
+        return self.attention.state_shapes if isinstance(self.attention, DeltaNet) else {}
 
     @property
     def row_elements(self) -> int:

@@ -1,83 +1,144 @@
 """Runs prompts and next tokens through the stages of a model. Methods dispatch and return at once.
 
-B sequences · P places
+B sequences · S slots of adapters
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
 
-from lorafusion_jax.generation.choose import Choices, Chosen
-from lorafusion_jax.generation.packing import PromptPass
-from lorafusion_jax.generation.places import Places
-from lorafusion_jax.generation.programs import GenerationPrograms, PlacedAdapters
+from lorafusion_jax.adapters.tokens import Table
+from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.generation.choose import Choices, Chosen, Listed, seen_tokens
+from lorafusion_jax.generation.packing import PromptPass, Scored
+from lorafusion_jax.generation.programs import GenerationPrograms, Position
 from lorafusion_jax.models.cache import CachedRows
 from lorafusion_jax.models.stream import activations, joined
 from lorafusion_jax.session.inputs import Inputs
-from lorafusion_jax.session.leaves import EMBED_ROWS, HEAD_ROWS
+from lorafusion_jax.session.leaves import TOKENS
 from lorafusion_jax.session.move import replicate, transfer
 from lorafusion_jax.session.stage import Stage
 
 BLOCK = 4  # layers of a program: few calls per token, and a program that compiles in seconds
+SCORED = 512  # rows whose tokens are scored at a time: each has logits of the whole vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSettings:
+    """How the next tokens of all rows are chosen.
+
+    Attributes:
+        tokens_B: the newest tokens.
+        number_B: of generated tokens.
+        slot_B: of adapters, -1 for none.
+        seen_BL: tokens that repetition penalties count, -1 for none (None: no logits are edited).
+        edits: the others of `Edits`; `seen_BV` is None.
+        listed: most probable tokens that are returned.
+    """
+
+    tokens_B: np.ndarray
+    number_B: np.ndarray
+    slot_B: np.ndarray
+    choices: Choices
+    mode: str
+    seen_BL: np.ndarray | None = None
+    edits: Any = None
+    listed: int = 0
 
 
 class StagePasses:
-    """One stage's part of every pass over a batch.
+    """One stage's part of every pass.
 
     Args:
         programs: of this stage.
-        places: the adapters of the batch.
-        tokens: of a sequence at most.
+        slots: of adapters.
+        rows: sequences that have states.
+        blocks: of the cache.
     """
 
-    def __init__(self, stage: Stage, programs: GenerationPrograms, places: Places, tokens: int):
+    def __init__(self, stage: Stage, programs: GenerationPrograms, slots: int, rows: int, blocks: int):
         self.stage, self._programs = stage, programs
-        adapters = np.array(places.adapters, np.int32)
-        specs = stage.parts.specs
-        scale = np.array([specs[index].scale if index >= 0 else 1.0 for index in adapters], np.float32)
-        adapter_B = np.repeat(adapters, places.rows)
-        self._adapters = replicate(PlacedAdapters(scale, adapter_B, stage.parts.inputs.kinds_in(adapters)), stage.mesh)
-        self._adapter_of = np.append(adapter_B, np.int32(-1))  # of a row of no sequence, too
         pieces = stage.weights.pieces
-        leaves = programs.leaves_of(stage.all_leaves, adapters) if specs else [{} for _ in pieces]
-        caches = programs.empty_caches(places.count, tokens)
-        starts = range(0, len(pieces), BLOCK)
-        self._numbers = [replicate(np.int32(stage.extent.pieces[start].layer), stage.mesh) for start in starts]
-        self._weights, self._leaves, self._caches = (
-            [tuple(values[start : start + BLOCK]) for start in starts] for values in (pieces, leaves, caches)
-        )
+        self._bank = programs.empty_bank(stage.all_leaves, slots) if stage.parts.specs else [{} for _ in [*pieces, 0]]
+        self.hold([-1] * slots)
+        self._starts = range(0, len(pieces), BLOCK)
+        self._numbers = [replicate(np.int32(stage.extent.pieces[start].layer), stage.mesh) for start in self._starts]
+        caches = programs.empty_caches(rows, blocks)
+        self._weights, self._caches = self._in_blocks(pieces), self._in_blocks(caches)
+        self._share_bank()
+        self._given = [self._sharing(start) for start in self._starts]
+
+    def _in_blocks(self, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [tuple(values[start : start + BLOCK]) for start in range(0, len(values), BLOCK)]
+
+    def _sharing(self, start: int) -> dict[str, tuple[int, int]]:
+        """Block and number of the layer whose cache layers of a block read, by their module."""
+        mixers = [self.stage.parts.model.layer(piece.layer).attention for piece in self.stage.extent.pieces]
+        shared = [mixer if isinstance(mixer, Attention) else None for mixer in mixers]
+        reads = {mixer.module for mixer in shared[start : start + BLOCK] if mixer is not None and mixer.reads}
+        return {
+            mixer.module: divmod(index, BLOCK)
+            for index, mixer in enumerate(shared[:start])
+            if mixer is not None and mixer.sharing == "gives" and mixer.module in reads
+        }
+
+    def hold(self, adapters: Sequence[int]) -> None:
+        """Says which adapters are in the slots."""
+        self._slots = replicate(self._programs.slots(adapters), self.stage.mesh)
+
+    def put(self, adapter: int, slot: int) -> list[Array]:
+        """Copies an adapter's weights of this moment to a slot. Returns whether they are finite, in parts."""
+        self._bank, finite = self._programs.put(self._bank, self.stage.all_leaves, adapter, slot)
+        self._share_bank()
+        return finite
+
+    def read(self, slot: int) -> list[dict[str, np.ndarray]]:
+        """Copies a slot to the host."""
+        return jax.device_get([self._programs.slot_of(part, slot) for part in self._bank])
+
+    def write(self, slot: int, values: Sequence[dict[str, np.ndarray]]) -> None:
+        """Puts what `read` has returned into a slot."""
+        self._bank = [self._programs.fill(part, value, slot) for part, value in zip(self._bank, values, strict=True)]
+        self._share_bank()
+
+    def _share_bank(self) -> None:
+        shared = {name: leaf for name, leaf in self._bank[-1].items() if not name.startswith(TOKENS)}
+        self._leaves = self._in_blocks([part | shared for part in self._bank[:-1]])
+
+    def copy(self, blocks: np.ndarray, rows: np.ndarray) -> None:
+        """Copies blocks and states, [from, to] each."""
+        numbers = replicate((blocks, rows), self.stage.mesh)
+        self._caches = [tuple(self._programs.copy(caches, *numbers)) for caches in self._caches]
 
     def read_prompts(self, prompts: PromptPass, x: Array | None) -> Array:
         """Runs prompts through the stage and fills its caches. The first stage begins with their tokens."""
         rows = CachedRows(
-            sequence_T=prompts.sequence_T,
             position_T=prompts.position_T,
-            length_T=prompts.length_T,
-            decoding=False,
-            continued=prompts.continued,
+            cell_T=prompts.cell_T,
+            tables_GM=prompts.tables_GM,
+            state_M=prompts.state_M,
         )
-        rows, segments, table = replicate((rows, prompts.segments, prompts.tile_place), self.stage.mesh)
-        inputs = self._programs.prompt_inputs(rows, segments, (self._adapters, table))
+        rows, segments, table = replicate((rows, prompts.segments, prompts.tile_slot), self.stage.mesh)
+        inputs = self._programs.prompt_inputs(rows, segments, self._slots, table)
         if self.stage.weights.embed is not None:
-            tokens, adapter = prompts.tokens_T, self._adapter_of[prompts.sequence_T]
-            tokens, adapter = replicate((tokens, adapter), self.stage.mesh)
-            x = self._embed(tokens, adapter)
+            tokens, slot_T = replicate((prompts.tokens_T, prompts.slot_T), self.stage.mesh)
+            x = self._embed(tokens, slot_T)
             inputs = self._with_own_inputs(inputs, tokens, x)
         return self._run(x, inputs)
 
-    def next_tokens(self, tokens_B: Array, position_B: Array, x: Array | None) -> tuple[Array, Array]:
+    def next_tokens(self, tokens_B: Array, at: Position, x: Array | None) -> tuple[Array, Position]:
         """Runs the next token of every sequence. Returns activations and the positions after it."""
-        inputs, after_B = self._programs.next_inputs(position_B, self._adapters)
+        inputs, after = self._programs.next_inputs(at, self._slots)
         if self.stage.weights.embed is not None:
-            x = self._embed(tokens_B, self._adapters.adapter_B)
+            x = self._embed(tokens_B, at.slot_B)
             inputs = self._with_own_inputs(inputs, tokens_B, x)
-        return self._run(x, inputs), after_B
+        return self._run(x, inputs), after
 
     def _with_own_inputs(self, inputs: Inputs, tokens_T: Array, x: Array) -> Inputs:
         weights = self.stage.weights.own_inputs
@@ -85,83 +146,125 @@ class StagePasses:
             return inputs
         return inputs._replace(layers=replace(inputs.layers, of_layers=self._programs.own_inputs(weights, tokens_T, x)))
 
-    def _embed(self, tokens_T: Array, adapter_T: Array) -> Array:
-        rows = self.stage.all_leaves.get(EMBED_ROWS)
-        return self._programs.embed(self.stage.weights.embed, tokens_T, adapter_T, rows)
+    def _embed(self, tokens_T: Array, slot_T: Array) -> Array:
+        return self._programs.embed(self.stage.weights.embed, tokens_T, slot_T, *self._token_rows("embed"))
 
-    def choose(self, x: Any, last_B: Array | None, before: Chosen, number_B: Array, choices: Any, mode: str) -> Any:
+    def _token_rows(self, table: Table) -> tuple[Array, Array | None]:
+        return self._slots.tokens[table], self._bank[-1].get(f"{TOKENS}{table}")
+
+    def choose(
+        self, x: Any, last_B: Array | None, before: Chosen, number_B: Array, options: tuple[Any, ...], edits: Any
+    ) -> tuple[Chosen, Array, Any]:
         """Chooses tokens on the last stage, see `GenerationPrograms`."""
         weights, only_last = self.stage.weights, last_B is None
         last_B = number_B if last_B is None else last_B
-        head = self._programs.head[mode, only_last]
-        rows = self.stage.all_leaves.get(HEAD_ROWS)
-        adapter_B = self._adapters.adapter_B
-        return head(weights.norm, weights.head, x, last_B, before, number_B, choices, adapter_B, rows)
+        choices, slot_B, mode, listed = options
+        head = self._programs.head(mode, edits is not None, listed, only_last)
+        return head(
+            weights.norm, weights.head, x, last_B, before, number_B, choices, edits, slot_B, *self._token_rows("head")
+        )
+
+    def score(self, x: Array, scored: Scored) -> list[tuple[Array, Listed | None]]:
+        """Scores tokens of prompts on the last stage, some rows at a time."""
+        weights, run, results = self.stage.weights, self._programs.score(scored.listed), []
+        for part in scored.parts(SCORED):
+            arrays = replicate((part.row_W, part.targets_Wk, part.slot_W), self.stage.mesh)
+            results.append(run(weights.norm, weights.head, x, *arrays, *self._token_rows("head")))
+        return results
 
     def _run(self, x: Any, inputs: Any) -> Array:
-        blocks = zip(self._weights, self._leaves, self._numbers, strict=True)
-        for index, (weights, leaves, number) in enumerate(blocks):
-            new, self._caches[index] = self._programs.run_block(weights, leaves, self._caches[index], number, x, inputs)
+        for index, (weights, leaves, number) in enumerate(zip(self._weights, self._leaves, self._numbers, strict=True)):
+            earlier = {module: self._caches[block][layer] for module, (block, layer) in self._given[index].items()}
+            caches = self._caches[index]
+            new, self._caches[index] = self._programs.run_block(weights, leaves, caches, earlier, number, x, inputs)
             x = joined(new, x)
         return activations(x)
 
 
-class Batch:
-    """Runs passes over a batch of sequences through all stages.
+class Passes:
+    """Runs passes over sequences through all stages.
 
     Args:
         stages: of a model, with the programs of each.
-        places: the adapters of the sequences.
-        tokens: of a sequence at most.
+        slots, rows, blocks: see `StagePasses`.
     """
 
     def __init__(
-        self,
-        stages: Sequence[Stage],
-        programs: Sequence[GenerationPrograms],
-        places: Places,
-        tokens: int,
+        self, stages: Sequence[Stage], programs: Sequence[GenerationPrograms], *, slots: int, rows: int, blocks: int
     ):
-        self._stages = [StagePasses(*pair, places, tokens) for pair in zip(stages, programs, strict=True)]
-        self._count = places.count
+        self._stages = [StagePasses(*pair, slots, rows, blocks) for pair in zip(stages, programs, strict=True)]
 
-    def read_prompts(
-        self, passes: Sequence[PromptPass], tokens_B: np.ndarray, number_B: np.ndarray, choices: Choices, mode: str
-    ) -> Chosen:
-        """Fills the caches with prompts, and waits for the first token after each; other tokens stay."""
+    def put(self, adapter: int, slot: int) -> bool:
+        """Copies an adapter's weights of this moment to a slot. Waits; returns whether they are finite."""
+        return all(jax.device_get([part for stage in self._stages for part in stage.put(adapter, slot)]))
+
+    def read(self, slot: int) -> list[Any]:
+        """Copies a slot to the host."""
+        return [stage.read(slot) for stage in self._stages]
+
+    def write(self, slot: int, values: Sequence[Any]) -> None:
+        """Puts what `read` has returned into a slot."""
+        for stage, value in zip(self._stages, values, strict=True):
+            stage.write(slot, value)
+
+    def hold(self, adapters: Sequence[int]) -> None:
+        """Says which adapters are in the slots."""
+        for stage in self._stages:
+            stage.hold(adapters)
+
+    def copy(self, blocks: np.ndarray, rows: np.ndarray) -> None:
+        """Copies blocks and states, [from, to] each."""
+        for stage in self._stages:
+            stage.copy(blocks, rows)
+
+    def read_prompts(self, passes: Sequence[PromptPass], rows: RowSettings) -> tuple[Chosen, list[Any]]:
+        """Fills the caches with prompts, and waits for the first token after each, and for what is scored of each pass.
+
+        Tokens of other sequences stay.
+        """
         last = self._stages[-1]
-        newest = Chosen(tokens_B, np.zeros(len(tokens_B), np.float32))
-        newest, number, options = replicate((newest, number_B, choices), last.stage.mesh)
+        newest, number, options, edits = self._start(rows)
+        scores = []
         for prompts in passes:
-            x = None
+            x: Any = None
             for stage in self._stages:
                 x = stage.read_prompts(prompts, None if x is None else transfer(x, stage.stage.mesh))
             last_B = replicate(prompts.last_B, last.stage.mesh)
-            newest, number = last.choose(x, last_B, newest, number, options, mode)
-        return jax.device_get(newest)
+            newest, number, edits = last.choose(x, last_B, newest, number, options, edits)
+            scores.append([] if prompts.scored is None else last.score(x, prompts.scored))
+        return jax.device_get((newest, scores))
 
-    def next_tokens(
-        self,
-        steps: int,
-        tokens_B: np.ndarray,
-        position_B: np.ndarray,
-        number_B: np.ndarray,
-        choices: Choices,
-        mode: str,
-    ) -> list[Chosen]:
+    def next_tokens(self, steps: int, at: Position, rows: RowSettings) -> list[Chosen]:
         """Runs some passes, and waits for the tokens of each. Sequences at position -1 are not in use."""
         first, last = self._stages[0], self._stages[-1]
-        number, options = replicate((number_B, choices), last.stage.mesh)
-        newest = replicate(Chosen(tokens_B, np.zeros(len(tokens_B), np.float32)), last.stage.mesh)
-        tokens = replicate(tokens_B, first.stage.mesh)
-        positions = [replicate(position_B, stage.stage.mesh) for stage in self._stages]
+        newest, number, options, edits = self._start(rows)
+        tokens = replicate(rows.tokens_B, first.stage.mesh)
+        positions = [replicate(at, stage.stage.mesh) for stage in self._stages]
         chosen = []
         for _ in range(steps):
             x = None
             for index, stage in enumerate(self._stages):
                 x = None if x is None else transfer(x, stage.stage.mesh)
                 x, positions[index] = stage.next_tokens(tokens, positions[index], x)
-            newest, number = last.choose(x, None, newest, number, options, mode)
+            newest, number, edits = last.choose(x, None, newest, number, options, edits)
             chosen.append(newest)
             tokens = transfer(newest.tokens_B, first.stage.mesh)
         return jax.device_get(chosen)
+
+    def _start(self, rows: RowSettings) -> tuple[Chosen, Array, tuple[Any, ...], Any]:
+        """Puts settings on the devices of the last stage."""
+        mesh, vocabulary = self._stages[-1].stage.mesh, self._stages[-1].stage.parts.model.vocab_size
+        B = len(rows.tokens_B)
+        listed = None
+        if rows.listed:
+            listed = Listed(np.zeros((B, rows.listed), np.int32), np.zeros((B, rows.listed), np.float32))
+        newest = Chosen(rows.tokens_B, np.zeros(B, np.float32), listed)
+        newest, number, choices, slot = replicate((newest, rows.number_B, rows.choices, rows.slot_B), mesh)
+        edits = None
+        if rows.seen_BL is not None:
+            seen, edits = replicate((rows.seen_BL, rows.edits), mesh)
+            edits = edits._replace(seen_BV=_seen(seen, vocabulary))
+        return newest, number, (choices, slot, rows.mode, rows.listed), edits
+
+
+_seen = jax.jit(seen_tokens, static_argnums=1)

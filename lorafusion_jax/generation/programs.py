@@ -4,36 +4,46 @@ A pass runs one program per block of layers, as in training: like blocks share a
 the host, which reads tokens a few passes later. Nothing depends on the prompts but the shapes, which come in buckets.
 Devices of a stage all compute the same.
 
-T rows of a pass · B sequences · P places · D model width · V vocabulary
+T rows of a pass · B sequences · S slots of adapters · W rows whose tokens are scored · D model width · V vocabulary
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.adapters.table import PLAIN
+from lorafusion_jax.adapters.tokens import TABLES, Table
 from lorafusion_jax.families.per_layer_input import TABLE
-from lorafusion_jax.generation.choose import Choices, Chosen, choose_tokens, token_logprobs
+from lorafusion_jax.generation import row_adapters
+from lorafusion_jax.generation.choose import (
+    NOT_FINITE,
+    Chosen,
+    Edits,
+    Listed,
+    choose_tokens,
+    edit,
+    list_likely,
+    token_logprobs,
+)
 from lorafusion_jax.layout.layer import Half
-from lorafusion_jax.models.cache import Cache, CachedRows
+from lorafusion_jax.models.cache import BLOCK, Cache, CachedRows
 from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, scaled_embedding
 from lorafusion_jax.models.per_layer_input import own_inputs
 from lorafusion_jax.models.segments import Segments
-from lorafusion_jax.models.stream import Stream, added
+from lorafusion_jax.models.stream import Stream, activations, added
 from lorafusion_jax.modules import LoRAContext
-from lorafusion_jax.objective.replaced_rows import ReplacedRows, replace_rows, replaced_tokens
 from lorafusion_jax.session import leaves as lv
 from lorafusion_jax.session.inputs import Inputs
-from lorafusion_jax.session.leaves import LAYERS, SHARED, Leaves, path_of
+from lorafusion_jax.session.leaves import LAYERS, SHARED, TOKENS, Leaves, path_of
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stage_jit import gather
 from lorafusion_jax.session.stage_weights import StoredWeights, Weights
@@ -41,18 +51,34 @@ from lorafusion_jax.session.stage_weights import StoredWeights, Weights
 EVERYWHERE = P()
 
 
-class PlacedAdapters(NamedTuple):
-    """The adapters of a batch by place.
+class Slots(NamedTuple):
+    """The adapters of a bank by slot.
 
     Attributes:
-        scale_P: float32.
-        adapter_B: int32, index of each sequence's adapter, -1 for none.
+        scale_S: float32.
         kinds: see `Inputs.kinds`.
+        tokens: trained tokens of each slot's adapter, int32 [S, m] by table, -1 for none.
     """
 
-    scale_P: Any
-    adapter_B: Any
+    scale_S: Any
     kinds: dict[str, Any]
+    tokens: dict[str, Any]
+
+
+class Position(NamedTuple):
+    """Where the rows of decoding are.
+
+    Attributes:
+        position_B: of the token of each row; -1 for a row that is not in use.
+        limit_B: positions that its blocks hold.
+        slot_B: of its adapter; -1 for none.
+        tables_BM: its blocks.
+    """
+
+    position_B: Any
+    limit_B: Any
+    slot_B: Any
+    tables_BM: Any
 
 
 class GenerationPrograms:
@@ -60,60 +86,86 @@ class GenerationPrograms:
 
     Args:
         stage: pieces of the model and their devices.
+        options: of the compiler.
     """
 
-    def __init__(self, stage: Stage):
+    def __init__(self, stage: Stage, options: Mapping[str, Any] | None = None):
+        self._options = dict(options or {}) or None
         self._parts, self._mesh, self._layout = stage.parts, stage.mesh, stage.parts.leaves
         self._operands, self._table_axis = stage.programs.operands, stage.programs.ends.table_axis
         self._extent = stage.extent
         self._rows = {name: row for row, name in enumerate(self._layout.columns)}
         self._plain = all(spec.kind == PLAIN for spec in self._parts.specs)
-        table = P(*self._mesh.split((self._parts.model.vocab_size, self._parts.model.hidden_size)))
-        self.embed = self._jit(self._embed, (table, *(EVERYWHERE,) * 3))
+        self._table = P(*self._mesh.split((self._parts.model.vocab_size, self._parts.model.hidden_size)))
+        self.embed = self._jit(self._embed, (self._table, *(EVERYWHERE,) * 4))
         ends = stage.programs.ends
         self._input_axes = ends.input_axes
         input_specs = {
             name: P() if axis is None else P(*[None] * axis, "fsdp") for name, axis in self._input_axes.items()
         }
         self.own_inputs = self._jit(self._own_inputs, (input_specs, *(EVERYWHERE,) * 2))
-        self.prompt_inputs = self._jit(self._prompt_inputs, (EVERYWHERE,) * 3)
+        self.prompt_inputs = self._jit(self._prompt_inputs, (EVERYWHERE,) * 4)
         self.next_inputs = self._jit(self._next_inputs, (EVERYWHERE,) * 2)
         self._layer = jax.jit(self._run_layer)  # like layers of a block are traced and lowered once
-        blocks = (self._operands.specs_of_block, *(EVERYWHERE,) * 5)
+        blocks = (self._operands.specs_of_block, *(EVERYWHERE,) * 6)
         self.run_block = self._jit(self._run_block, blocks, donate=(2,))
-        self.head = {
-            (mode, only_last): self._jit(partial(self._head, mode, only_last), (EVERYWHERE, table, *(EVERYWHERE,) * 7))
-            for mode in ("greedy", "sampled", "filtered")
-            for only_last in (False, True)
-        }
-        self._take = jax.jit(self._take_leaves, out_shardings=self._mesh.everywhere)
+        self.head = lru_cache(None)(self._jit_head)
+        self.score = lru_cache(None)(self._jit_score)
+        self._put = jax.jit(self._put_leaves, donate_argnums=0, out_shardings=self._mesh.everywhere)
+        self.slot_of = jax.jit(self._slot_of)
+        self.fill = jax.jit(self._fill, donate_argnums=0, out_shardings=self._mesh.everywhere)
+        self.copy = jax.jit(self._copy, donate_argnums=0, out_shardings=self._mesh.everywhere)
 
-    def leaves_of(self, leaves: Leaves, places: np.ndarray) -> list[Weights]:
-        """Copies the leaves of the adapters in places, for each piece of the stage, in the form that layers take.
+    def empty_bank(self, leaves: Leaves, slots: int) -> list[Leaves]:
+        """Returns slots without adapters: leaves of zeros for each piece, then those of no layer."""
+        windows = jax.ShapeDtypeStruct((2, 1), jnp.int32)
 
-        A and B of LoRA get the dtype of the model, to which the ops would round them in every pass.
+        def zeros(names: Sequence[str]) -> Leaves:
+            at, chosen = dict.fromkeys(names, jnp.int32(0)), {name: leaves[name] for name in names}
+            taken = jax.eval_shape(self._take_leaves, chosen, dict.fromkeys(names, windows), {}, at)
+            made = {}
+            for name, leaf in taken.items():
+                axis = _slot_axis(name, leaf.ndim)
+                made[name] = jnp.zeros((*leaf.shape[:axis], slots, *leaf.shape[axis + 1 :]), leaf.dtype)
+            return made
 
-        Args:
-            places: index of the adapter, -1 for places without one, whose leaves are zero.
+        groups = [names for names, _ in self._names_by_piece(leaves)]
+        return jax.jit(lambda: [zeros(names) for names in groups], out_shardings=self._mesh.everywhere)()
+
+    def put(self, bank: Sequence[Leaves], leaves: Leaves, adapter: int, slot: int) -> tuple[list[Leaves], list[Array]]:
+        """Copies the leaves of an adapter to a slot, in the form that layers take.
+
+        A and B of LoRA get the dtype of the model, to which the ops would round them in every pass. What is not finite
+        becomes 0.
+
+        Returns:
+            The bank, and whether all was finite, in parts.
         """
-        parts = self._parts
-        windows = np.asarray(lv.windows(parts.leaves.columns, jnp.asarray(places, jnp.int32)))
-        ratios = parts.inputs.ratios_in(places)
-
-        def take(names: Sequence[str], number: int) -> Weights:
-            taken = {name: leaves[name] for name in names}
-            rows = {name: np.int32(self._leaf_row(name, number)) for name in names}
+        index = np.array([adapter], np.int32)
+        windows = np.asarray(lv.windows(self._layout.columns, jnp.asarray(index)))
+        ratios = self._parts.inputs.ratios_in(index)
+        filled, finite = [], []
+        for held, (names, number) in zip(bank, self._names_by_piece(leaves), strict=True):
+            if not names:
+                filled.append(held)
+                continue
             scales = {name: ratios[name][number] for name in names if name in ratios}
-            return self._take(taken, {name: windows[self._rows[name]] for name in names}, rows, scales)
+            rows = {name: windows[self._rows[name]] for name in names}
+            at = {name: np.int32(self._leaf_row(name, number)) for name in names}
+            new, good = self._put(held, {n: leaves[n] for n in names}, rows, scales, at, np.int32(slot))
+            filled.append(new)
+            finite.append(good)
+        return filled, finite
 
-        shared = take([name for name in leaves if name.startswith(SHARED)], 0)
+    def _names_by_piece(self, leaves: Leaves) -> list[tuple[list[str], int]]:
+        """Names of leaves and number of the layer, of each piece and of no layer."""
 
-        def of_piece(number: int, half: Half | None) -> Weights:
-            paths = {linear.path for linear in parts.model.layer(number).linears_of(half)}
-            names = [name for name in leaves if name.startswith(LAYERS) and path_of(name) in paths]
-            return take(names, number) | shared
+        def of_piece(number: int, half: Half | None) -> tuple[list[str], int]:
+            paths = {linear.path for linear in self._parts.model.layer(number).linears_of(half)}
+            return [name for name in leaves if name.startswith(LAYERS) and path_of(name) in paths], number
 
-        return [of_piece(*piece) for piece in self._extent.pieces]
+        others = [name for name in leaves if name.startswith((SHARED, TOKENS))]
+        return [*(of_piece(*piece) for piece in self._extent.pieces), (others, 0)]
 
     def _leaf_row(self, name: str, number: int) -> int:
         """The index of a layer on the first axis of a leaf of this stage."""
@@ -122,95 +174,175 @@ class GenerationPrograms:
         numbers = self._parts.model.some_layers.get(path_of(name))
         return (number if numbers is None else numbers.index(number)) - self._layout.rows_of(name, self._extent).start
 
+    def _slot_of(self, bank: Leaves, slot: Array) -> Leaves:
+        """The leaves in a slot."""
+        return {
+            name: lax.dynamic_slice_in_dim(leaf, slot, 1, _slot_axis(name, leaf.ndim)) for name, leaf in bank.items()
+        }
+
+    def _fill(self, bank: Leaves, values: Leaves, slot: Array) -> Leaves:
+        """Puts leaves into a slot."""
+        return {
+            name: lax.dynamic_update_slice_in_dim(leaf, values[name], slot, _slot_axis(name, leaf.ndim))
+            for name, leaf in bank.items()
+        }
+
+    def _put_leaves(
+        self, bank: Leaves, leaves: Leaves, windows: dict[str, Array], ratios: dict[str, Array], at: dict[str, Array],
+        slot: Array,
+    ) -> tuple[Leaves, Array]:  # fmt: skip
+        taken, good = self._take_leaves(leaves, windows, ratios, at), []
+        filled = {}
+        for name, leaf in taken.items():
+            good.append(jnp.isfinite(leaf).all())
+            leaf = jnp.where(jnp.isfinite(leaf), leaf, 0)
+            axis = _slot_axis(name, leaf.ndim)
+            filled[name] = lax.dynamic_update_slice_in_dim(bank[name], leaf, slot, axis)
+        return filled, jnp.stack(good).all()
+
     def _take_leaves(
-        self, leaves: Leaves, windows: dict[str, Array], rows: dict[str, Array], ratios: dict[str, Array]
-    ) -> Weights:
+        self, leaves: Leaves, windows: dict[str, Any], ratios: dict[str, Any], at: dict[str, Any]
+    ) -> Leaves:
         taken = {}
         for name, leaf in leaves.items():
-            view = lv.view(leaf, self._layout.columns[name], rows[name], windows[name])
+            view = lv.view(leaf, self._layout.columns[name], at[name], jnp.asarray(windows[name]))
             if name in ratios:
                 view = view * ratios[name].reshape(-1, *(1,) * (view.ndim - 1))
-            taken[name.removeprefix(LAYERS)] = view.astype(self._parts.dtype) if self._plain else view
+            view = view.astype(self._parts.dtype) if self._plain and not name.startswith(TOKENS) else view
+            taken[name.removeprefix(LAYERS)] = view.swapaxes(0, _slot_axis(name, view.ndim))
         return taken
 
-    def empty_caches(self, sequences: int, tokens: int) -> list[Cache]:
-        """Returns a cache of zeros for each piece of the stage."""
+    def slots(self, adapters: Sequence[int]) -> Slots:
+        """Returns what the adapters in some slots are, -1 for none."""
+        specs, places = self._parts.specs, np.array(adapters, np.int32)
+        scale = np.array([specs[index].scale if index >= 0 else 1.0 for index in adapters], np.float32)
+        return Slots(
+            scale, self._parts.inputs.kinds_in(places), {table: self._token_ids(adapters, table) for table in TABLES}
+        )
+
+    def _token_ids(self, adapters: Sequence[int], table: Table) -> np.ndarray:
+        """The trained tokens of adapters, int32 [S, m], -1 for none."""
+        columns = self._layout.columns.get(f"{TOKENS}{table}")
+        ids = np.full((len(adapters), 0 if columns is None else columns.widest), -1, np.int32)
+        for slot, index in enumerate(adapters):
+            tokens = self._layout.token_ids(self._parts.specs[index], table) if index >= 0 and ids.size else ()
+            ids[slot, : len(tokens)] = tokens
+        return ids
+
+    def empty_caches(self, rows: int, blocks: int) -> list[Cache]:
+        """Returns a cache of zeros for each piece of the stage.
+
+        Args:
+            rows: sequences that have states.
+        """
         model, dtype = self._parts.model, self._parts.dtype
 
-        def zeros() -> list[Cache]:
-            return [
-                {}
-                if half == "mlp"
-                else {
-                    name: jnp.zeros((sequences, *shape), dtype)
-                    for name, shape in model.layer(number).cache_shapes(tokens).items()
-                }
-                for number, half in self._extent.pieces
-            ]
+        def zeros(number: int, half: Half | None) -> Cache:
+            if half == "mlp":
+                return {}
+            layer = model.layer(number)
+            pools = {name: jnp.zeros((blocks, BLOCK, *shape), dtype) for name, shape in layer.row_shapes.items()}
+            states = {name: jnp.zeros((rows, *shape), jnp.float32) for name, shape in layer.state_shapes.items()}
+            return pools | states
 
-        return jax.jit(zeros, out_shardings=self._mesh.everywhere)()
+        make = jax.jit(lambda: [zeros(*piece) for piece in self._extent.pieces], out_shardings=self._mesh.everywhere)
+        return make()
 
-    def _embed(self, table: Array, tokens_T: Array, adapter_T: Array, rows: Array | None) -> Array:
-        """Returns the embeddings of tokens, with the trained rows of their adapters, [1, D, C]."""
+    def _copy(self, caches: Sequence[Cache], blocks_2X: Array, rows_2X: Array) -> list[Cache]:
+        """Copies blocks and states [from, to]; numbers beyond the caches copy nothing."""
+
+        def copied(name: str, array: Array) -> Array:
+            source, target = blocks_2X if name in ("keys", "values") else rows_2X
+            return array.at[target].set(array[jnp.minimum(source, len(array) - 1)], mode="drop")
+
+        return [{name: copied(name, array) for name, array in cache.items()} for cache in caches]
+
+    def _embed(self, table: Array, tokens_T: Array, slot_T: Array, ids_Sm: Array, values_SDm: Array | None) -> Array:
+        """Returns the embeddings of tokens, with the trained rows of their adapters."""
         x_TD, scale = embed(gather(table, self._table_axis), tokens_T), self._parts.model.embedding_scale
-        if rows is not None:
-            x_TD = replace_rows(x_TD, tokens_T, ReplacedRows(rows[0], self._layout.token_columns("embed"), adapter_T))
+        if values_SDm is not None:
+            is_token_Tm = (ids_Sm[slot_T] == tokens_T[:, None]) & (slot_T >= 0)[:, None]
+            new_TD = values_SDm[slot_T, :, jnp.argmax(is_token_Tm, 1)].astype(x_TD.dtype)
+            x_TD = jnp.where(is_token_Tm.any(1)[:, None], new_TD, x_TD)
         return scaled_embedding(x_TD, scale)
 
     def _own_inputs(self, weights: Mapping[str, Array], tokens_T: Array, x_TD: Array) -> Array:
         gathered = {name: gather(leaf, self._input_axes[name]) for name, leaf in weights.items()}
         return own_inputs(gathered.pop(TABLE)[tokens_T], x_TD, gathered, self._parts.model)
 
-    def _prompt_inputs(self, rows: CachedRows, segments: Segments, placed: tuple[PlacedAdapters, Array]) -> Inputs:
-        adapters, tile_place = placed
-        return self._inputs(rows, segments, adapters, tile_place)
+    def _prompt_inputs(self, rows: CachedRows, segments: Segments, slots: Slots, tile_slot: Array) -> Inputs:
+        return self._inputs(rows, segments, slots, tile_slot, self._parts.settings.implementation)
 
-    def _next_inputs(self, position_B: Array, adapters: PlacedAdapters) -> tuple[Inputs, Array]:
-        """Returns the inputs of the next tokens, and the positions of those after them; -1 stays."""
-        B = len(position_B)
-        number_B, used_B = jnp.arange(B, dtype=jnp.int32), position_B >= 0
-        at_B = jnp.maximum(position_B, 0)
-        rows = CachedRows(sequence_T=jnp.where(used_B, number_B, B), position_T=at_B, length_T=at_B + 1, decoding=True)
+    def _next_inputs(self, at: Position, slots: Slots) -> tuple[Inputs, Position]:
+        """Returns the inputs of the next tokens, and where those after them are."""
+        B = len(at.position_B)
+        number_B, used_B = jnp.arange(B, dtype=jnp.int32), at.position_B >= 0
+        at_B = jnp.maximum(at.position_B, 0)
+        block_B1 = jnp.minimum(at_B // BLOCK, at.tables_BM.shape[1] - 1)[:, None]
+        cell_B = jnp.take_along_axis(at.tables_BM, block_B1, 1)[:, 0] * BLOCK + at_B % BLOCK
+        cell_B = jnp.where(used_B & (at_B < at.limit_B), cell_B, jnp.iinfo(jnp.int32).max)
+        rows = CachedRows(position_T=at.position_B, cell_T=cell_B, tables_GM=at.tables_BM, decoding=True)
         segments = Segments(ids=number_B, offsets=jnp.arange(B + 1, dtype=jnp.int32), lengths=at_B + 1)
-        table = jnp.arange(len(adapters.scale_P), dtype=jnp.int32)
-        return self._inputs(rows, segments, adapters, table), jnp.where(used_B, position_B + 1, -1)
+        inputs = self._inputs(rows, segments, slots, at.slot_B, row_adapters.NAME)
+        return inputs, at._replace(position_B=jnp.where(used_B, at_B + 1, -1))
 
-    def _inputs(self, rows: CachedRows, segments: Segments, adapters: PlacedAdapters, table: Array) -> Inputs:
+    def _inputs(self, rows: CachedRows, segments: Segments, slots: Slots, table: Array, implementation: Any) -> Inputs:
         lora = None
         if self._parts.specs:
-            implementation = self._parts.settings.implementation
-            lora = LoRAContext(tile_adapter=table, scale=adapters.scale_P, implementation=implementation)
-        layers = layer_inputs(self._parts.model, jnp.asarray(rows.position_T), segments, lora)
-        return Inputs(replace(layers, cached=rows), jnp.zeros(0), adapters.kinds, {})
+            lora = LoRAContext(tile_adapter=table, scale=slots.scale_S, implementation=implementation)
+        positions_T = jnp.maximum(jnp.asarray(rows.position_T), 0)
+        layers = layer_inputs(self._parts.model, positions_T, segments, lora)
+        return Inputs(replace(layers, cached=rows), jnp.zeros(0), slots.kinds, {})
 
     def _run_block(
         self,
         frozen: Sequence[StoredWeights],
-        lora: Sequence[Weights],
+        lora: Sequence[Leaves],
         caches: Sequence[Cache],
+        earlier: dict[str, Cache],
         number: Array,
         x: Array | Stream,
         inputs: Inputs,
     ) -> tuple[Array | Stream, list[Cache]]:
+        """Runs some layers.
+
+        Args:
+            earlier: caches of layers before them, by the module of the layers that read them.
+        """
+        assert inputs.layers.cached is not None
+        reads_blocks = inputs.layers.cached.reads_blocks
+        if earlier and reads_blocks:
+            x = Stream(activations(x), {module: {"after": cache} for module, cache in earlier.items()})
         written, first = [], x
         for offset, (stored, leaves, cache) in enumerate(zip(frozen, lora, caches, strict=True)):
             x, cache = self._layer(stored, leaves, cache, number + offset, x, inputs)
             written.append(cache)
-        return added(x, first), written
+        return activations(x) if reads_blocks else added(x, first), written
 
     def _run_layer(
-        self, stored: StoredWeights, leaves: Weights, cache: Cache, number: Array, x: Array | Stream, inputs: Inputs
+        self, stored: StoredWeights, leaves: Leaves, cache: Cache, number: Array, x: Array | Stream, inputs: Inputs
     ):
-        layers = inputs.layers
-        if layers.lora is not None and layers.cached is not None and layers.cached.decoding:
-            table = np.arange(len(layers.lora.scale), dtype=np.int32)  # a constant: the ops gather no A and B
-            inputs = inputs._replace(layers=replace(layers, lora=replace(layers.lora, tile_adapter=table)))
         weights, x = self._operands.materialize(stored, x)
-        return self._parts.layer_with_cache(weights, leaves, x, inputs, number, cache)
+        lora: Weights = {name: leaf.swapaxes(0, _slot_axis(name, leaf.ndim)) for name, leaf in leaves.items()}
+        return self._parts.layer_with_cache(weights, lora, x, inputs, number, cache)
+
+    def _jit_head(self, mode: str, edited: bool, listed: int, only_last: bool) -> Any:
+        """The program that chooses tokens.
+
+        Args:
+            mode: see `Sampling`.
+            edited: some logits are edited.
+            listed: most probable tokens that are returned.
+            only_last: every row is the last one of its sequence; otherwise `last_B` names it, -1 for none.
+        """
+        function = partial(self._head, mode, edited, listed, only_last)
+        return self._jit(function, (EVERYWHERE, self._table, *(EVERYWHERE,) * 9))
 
     def _head(
         self,
         mode: str,
+        edited: bool,
+        listed: int,
         only_last: bool,
         norm: Array,
         table: Array,
@@ -218,36 +350,77 @@ class GenerationPrograms:
         last_B: Array,
         before: Chosen,
         number_B: Array,
-        choices: Choices,
-        adapter_B: Array,
-        rows: Array | None,
-    ) -> tuple[Chosen, Array]:
-        """Returns the next tokens of all sequences, and how many each has generated.
+        choices: Any,
+        edits: Edits | None,
+        slot_B: Array,
+        ids_Sm: Array,
+        values_SDm: Array | None,
+    ) -> tuple[Chosen, Array, Edits | None]:
+        """Returns the next tokens of all sequences, how many each has generated, and the edits after them.
 
         Args:
             before: the newest tokens so far.
-            only_last: every row is the last one of its sequence; otherwise `last_B` names it, -1 for none.
-            rows: trained rows of the head, [1, D, C].
         """
-        model = self._parts.model
         x_BD = x if only_last else x[jnp.maximum(last_B, 0)]
-        head_DV = gather(table, self._table_axis).T
-        hidden_BD = final_norm(x_BD, norm, model)
-        logits_BV = logits(hidden_BD, head_DV, model)
-        if rows is not None:
-            replaced_BC = replaced_tokens(self._layout.token_columns("head"), adapter_B, model.vocab_size)
-            new_BC = logits(hidden_BD, rows[0].astype(hidden_BD.dtype), model)
-            logits_BV = logits_BV.at[jnp.arange(len(x_BD))[:, None], replaced_BC].set(new_BC, mode="drop")
-        chosen_B = choose_tokens(logits_BV, choices, number_B, mode=mode)
-        chosen = Chosen(chosen_B, token_logprobs(logits_BV, chosen_B))
+        logits_BV = self._logits(norm, table, x_BD, slot_B, ids_Sm, values_SDm)
+        edited_BV = edit(logits_BV, edits) if edited and edits is not None else logits_BV
+        chosen_B = choose_tokens(edited_BV, choices, number_B, mode=mode)
+        chosen_B = jnp.where(jnp.isfinite(logits_BV).all(-1), chosen_B, NOT_FINITE)
+        most = list_likely(logits_BV, listed) if listed else None
+        chosen = Chosen(chosen_B, token_logprobs(logits_BV, chosen_B), most)
+        chooses_B = jnp.ones_like(chosen_B, bool) if only_last else last_B >= 0
+        if edited and edits is not None:
+            token_B = jnp.where(chooses_B & (chosen_B >= 0), chosen_B, logits_BV.shape[1])
+            edits = edits._replace(seen_BV=edits.seen_BV.at[jnp.arange(len(token_B)), token_B].set(True, mode="drop"))
         if only_last:
-            return chosen, number_B + 1
-        chosen = jax.tree.map(lambda new_B, old_B: jnp.where(last_B >= 0, new_B, old_B), chosen, before)
-        return chosen, jnp.where(last_B >= 0, number_B + 1, number_B)
+            return chosen, number_B + 1, edits
+
+        def newest(new: Array, old: Array) -> Array:
+            return jnp.where(chooses_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        return jax.tree.map(newest, chosen, before), jnp.where(chooses_B, number_B + 1, number_B), edits
+
+    def _logits(
+        self, norm: Array, table: Array, x_BD: Array, slot_B: Array, ids_Sm: Array, values_SDm: Array | None
+    ) -> Array:
+        model = self._parts.model
+        hidden_BD = final_norm(x_BD, norm, model)
+        logits_BV = logits(hidden_BD, gather(table, self._table_axis).T, model)
+        if values_SDm is None:
+            return logits_BV
+        S, D, m = values_SDm.shape
+        values_DSm = values_SDm.swapaxes(0, 1).reshape(D, S * m).astype(hidden_BD.dtype)
+        new_BSm = logits(hidden_BD, values_DSm, model).reshape(-1, S, m)
+        rows_B = jnp.arange(len(x_BD))
+        ids_Bm = jnp.where((slot_B >= 0)[:, None], ids_Sm[slot_B], -1)
+        ids_Bm = jnp.where(ids_Bm >= 0, ids_Bm, model.vocab_size)
+        return logits_BV.at[rows_B[:, None], ids_Bm].set(new_BSm[rows_B, slot_B], mode="drop")
+
+    def _jit_score(self, listed: int) -> Any:
+        """The program that scores tokens of prompts, with their most probable ones."""
+        return self._jit(partial(self._score, listed), (EVERYWHERE, self._table, *(EVERYWHERE,) * 6))
+
+    def _score(
+        self,
+        listed: int,
+        norm: Array,
+        table: Array,
+        x: Array,
+        row_W: Array,
+        targets_Wk: Array,
+        slot_W: Array,
+        ids_Sm: Array,
+        values_SDm: Array | None,
+    ) -> tuple[Array, Listed | None]:
+        """Returns log p of tokens after some rows."""
+        logits_WV = self._logits(norm, table, x[row_W], slot_W, ids_Sm, values_SDm)
+        z_Wk = jnp.take_along_axis(logits_WV, jnp.maximum(targets_Wk, 0), -1)
+        logprobs_Wk = z_Wk - jax.nn.logsumexp(logits_WV, -1, keepdims=True)
+        return logprobs_Wk, list_likely(logits_WV, listed) if listed else None
 
     def _jit(self, function: Callable, in_specs: tuple, *, donate: tuple[int, ...] = ()) -> Any:
         if self._mesh.replicas == 1:
-            return jax.jit(function, donate_argnums=donate)
+            return jax.jit(function, donate_argnums=donate, compiler_options=self._options)
 
         def mapped(*operands: Any) -> Any:
             specs = tuple(
@@ -257,4 +430,9 @@ class GenerationPrograms:
             local = jax.shard_map(function, mesh=self._mesh.mesh, in_specs=specs, out_specs=EVERYWHERE, check_vma=False)
             return local(*operands)
 
-        return jax.jit(mapped, donate_argnums=donate)
+        return jax.jit(mapped, donate_argnums=donate, compiler_options=self._options)
+
+
+def _slot_axis(name: str, ndim: int) -> int:
+    """The axis of slots in a bank: of A the second, so that a product with all of them reads it as it lies."""
+    return 1 if name.endswith(".lora_a") and ndim == 3 else 0

@@ -15,10 +15,11 @@ from lorafusion_jax.generation.text import PromptRow
 from lorafusion_jax.objective.protocol import CellType
 
 TYPES: Mapping[str, CellType] = {
-    **dict.fromkeys(("max_tokens", "temperature", "top_k", "top_p", "seed"), "number"),
+    **dict.fromkeys(("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"), "number"),
     **dict.fromkeys(("prompt", "messages"), "messages"),
 }
-SETTINGS = tuple(field.name for field in fields(Sampling))
+OF_RESULTS = ("logprobs", "prompt_logprobs", "prompt_last", "prompt_targets")  # not of what is drawn
+SETTINGS = tuple(field.name for field in fields(Sampling) if field.name not in OF_RESULTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,10 @@
-"""Keys and values that a layer keeps for the next tokens of its sequences.
+"""What layers keep for the next tokens of sequences: keys and values in blocks, and states.
 
-Dims: `T` rows of a pass · `B` sequences · `H` heads, `K` of keys · `R` rows × heads of a key head · `S` slots
-`N` slots and new rows · `C` head width
+A block has the keys and values of `BLOCK` positions of one sequence, or of several that begin alike. The table of a
+sequence lists its blocks in order.
+
+Dims: `T` rows of a pass · `G` groups of `J` rows, each of one sequence · `M` blocks of a table · `N` blocks of the pool
+`S` positions of a block · `H` heads, `K` of keys · `R` rows × heads of a key head · `C` head width
 """
 
 from __future__ import annotations
@@ -13,9 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-type Cache = dict[str, jax.Array]  # of one layer, by name, [B, …]; shapes: `cache_shapes` of its mechanism
-# What layers read of an earlier layer: of a decoding pass its cache "after", otherwise its "rows" and, where the prompt
-# goes on, its cache "before" them.
+from pallas_kernels.device import target_platform
+
+BLOCK = 32  # positions of a block: fewer share more, more are read in longer runs
+
+# Of one layer, by name: "keys" and "values" [N, S, K, C], or states [rows of the engine, …]; see `Layer.row_shapes`.
+type Cache = dict[str, jax.Array]
+# What layers read of an earlier layer: the rows of prompts, or its cache.
 type CachedKeys = dict[str, Cache]
 _MASKED = float("-inf")
 
@@ -26,59 +33,38 @@ class CachedRows:
     """Where the rows of a pass lie in the caches.
 
     Attributes:
-        sequence_T: int32, index of the row's sequence; B for a row that is not kept.
-        position_T: int32, position in its sequence.
-        length_T: int32, tokens that its sequence has after the pass.
-        decoding: row t is the next token of sequence t. Otherwise the pass holds prompts.
-        continued: the prompt goes on where a cache ends; all rows of the pass belong to the sequence of the first.
+        position_T: int32, position in its sequence; -1 for a row that is not in use.
+        cell_T: int32, cell of the pool, block · S + offset; beyond it for a row that is not kept.
+        tables_GM: int32, blocks of each group's sequence (None: rows attend to each other only).
+        state_M: int32, row of the engine that keeps the state of each segment; beyond them for none.
+        decoding: each row is the next token of the sequence in this row of the engine.
     """
 
-    sequence_T: Int[Array, " T"] | np.ndarray
     position_T: Int[Array, " T"] | np.ndarray
-    length_T: Int[Array, " T"] | np.ndarray
-    decoding: bool = field(metadata={"static": True})
-    continued: bool = field(default=False, metadata={"static": True})
+    cell_T: Int[Array, " T"] | np.ndarray
+    tables_GM: Int[Array, "G M"] | np.ndarray | None = None
+    state_M: Int[Array, " M"] | np.ndarray | None = None
+    decoding: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether rows attend to the blocks of their sequences."""
+        return self.tables_GM is not None
 
 
-def store(cache_BKSC: Float[Array, "B K S C"], rows_TKC: Float[Array, "T K C"], rows: CachedRows):
-    """Returns the cache with rows in the slots position mod S; of a longer prompt the last S rows."""
-    B, _, S, _ = cache_BKSC.shape
-    last = rows.position_T >= rows.length_T - S
-    sequence_T = jnp.where(last, rows.sequence_T, B)  # beyond the end: dropped
-    return cache_BKSC.at[sequence_T, :, rows.position_T % S].set(rows_TKC.astype(cache_BKSC.dtype), mode="drop")
+def store(pool_NSKC: Float[Array, "N S K C"], rows_TKC: Float[Array, "T K C"], rows: CachedRows):
+    """Returns the pool with rows in their cells.
 
-
-def cached_attention(
-    q_BHC: Float[Array, "B H C"],
-    k_BKSC: Float[Array, "B K S C"],
-    v_BKSC: Float[Array, "B K S C"],
-    position_B: Int[Array, " B"],
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "B H*C"]:
-    """Attention of one row of each sequence to the rows in its cache; arguments as in `models.attention`.
-
-    o[b] = Σ_s softmax_s(cap(scale · q[b]·k[s])) v[s] over the positions p - window < s ≤ p of sequence b
-
-    Args:
-        position_B: p, position of each row, already stored; its cache holds the S positions up to p.
+    What is not finite is stored as 0: a block that another sequence gets later must not spread it. The sequence has
+    logits that are not finite, and ends.
     """
-    B, H, C = q_BHC.shape
-    K, S = k_BKSC.shape[1:3]
-    back_BS = (position_B[:, None] - jnp.arange(S)) % S  # how far back a slot's row is
-    seen_BS = (back_BS <= position_B[:, None]) & (back_BS < (S if window is None else window))
-    sinks_KR = None if sinks is None else sinks.reshape(K, H // K)
-    q_BKRC, options = q_BHC.reshape(B, K, H // K, C), {"scale": scale, "soft_cap": soft_cap}
-    return _attend(q_BKRC, k_BKSC, v_BKSC, seen_BS[:, None, None], sinks_KR, **options).reshape(B, H * C)
+    flat = pool_NSKC.reshape(-1, *pool_NSKC.shape[2:])
+    finite = jnp.where(jnp.isfinite(rows_TKC), rows_TKC, 0).astype(flat.dtype)
+    return flat.at[jnp.asarray(rows.cell_T)].set(finite, mode="drop").reshape(pool_NSKC.shape)
 
 
-def continued_attention(
+def paged_attention(
     q_THC: Float[Array, "T H C"],
-    k_TKC: Float[Array, "T K C"],
-    v_TKC: Float[Array, "T K C"],
     cache: Cache,
     rows: CachedRows,
     *,
@@ -87,62 +73,77 @@ def continued_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "T H*C"]:
-    """Attention of the next rows of one sequence to those in its cache and to each other.
+    """Attention of rows to the blocks of their sequences, in which they are stored already.
 
-    Args:
-        cache: without these rows: theirs may lie in slots that the first of them still reads.
+    o[t] = Σ_s softmax_s(cap(scale · q[t]·k[s])) v[s] over the positions p - window < s ≤ p of the row's sequence
     """
-    sequence, position_T = jnp.asarray(rows.sequence_T)[0], jnp.asarray(rows.position_T)
-    keys_KSC, values_KSC = cache["keys"][sequence], cache["values"][sequence]
-    S, newest = keys_KSC.shape[1], position_T[0] - 1  # the last position in the cache
-    position_S = newest - (newest - jnp.arange(S)) % S
-    real_T = jnp.asarray(rows.sequence_T) == sequence
-    position_N = jnp.concatenate([position_S, jnp.where(real_T, position_T, -1)])  # negative: nothing is there
-    back_TN = position_T[:, None] - position_N
-    seen_TN = (position_N >= 0) & (back_TN >= 0) & (back_TN < (window or jnp.iinfo(jnp.int32).max))
-    keys_KNC, values_KNC = (
-        jnp.concatenate([old, new.astype(old.dtype).swapaxes(0, 1)], 1)
-        for old, new in ((keys_KSC, k_TKC), (values_KSC, v_TKC))
-    )
+    keys_NSKC, values_NSKC, tables_GM = cache["keys"], cache["values"], jnp.asarray(rows.tables_GM)
     T, H, C = q_THC.shape
-    K = len(keys_KNC)
-    q_BKRC = q_THC.reshape(T, K, H // K, C).swapaxes(0, 1).reshape(1, K, -1, C)
-    seen_RN = jnp.repeat(seen_TN, H // K, 0)
-    sinks_KR = None if sinks is None else jnp.tile(sinks.reshape(K, H // K), (1, T))
-    options = {"scale": scale, "soft_cap": soft_cap}
-    o_BKRC = _attend(q_BKRC, keys_KNC[None], values_KNC[None], seen_RN[None, None], sinks_KR, **options)
-    return o_BKRC.reshape(K, T, H // K, C).swapaxes(0, 1).reshape(T, H * C)
+    S, K = keys_NSKC.shape[1:3]
+    G, M = tables_GM.shape
+    J = T // G
+    position_GJ = jnp.asarray(rows.position_T).reshape(G, J)
+    options = {"scale": C**-0.5 if scale is None else scale, "window": window, "soft_cap": soft_cap}
+    if J == 1 and target_platform() in ("gpu", "cuda"):
+        from pallas_kernels.attention.triton.paged import paged_attention_kernel, paged_unsupported_reason
+
+        if paged_unsupported_reason(q_THC, keys_NSKC) is None:
+            o_THC = paged_attention_kernel(
+                q_THC, keys_NSKC, values_NSKC, tables_GM, position_GJ[:, 0], sinks=sinks, **options
+            )
+            return o_THC.reshape(T, H * C)
+    first_G, blocks = jnp.zeros(G, jnp.int32), M
+    if window is not None and (reached := -(-(window + J - 1) // S) + 1) < M:  # blocks that rows can see
+        oldest_G = jnp.min(jnp.maximum(position_GJ, 0), 1) - window + 1
+        first_G, blocks = jnp.maximum(oldest_G, 0) // S, reached
+    number_GM = first_G[:, None] + jnp.arange(blocks)
+    blocks_GM = jnp.take_along_axis(tables_GM, jnp.minimum(number_GM, M - 1), 1)
+    at_GS = (number_GM[:, :, None] * S + jnp.arange(S)).reshape(G, -1)  # positions of the keys
+    back_GJS = position_GJ[:, :, None] - at_GS[:, None]
+    seen_GJS = (back_GJS >= 0) & (back_GJS < (jnp.iinfo(jnp.int32).max if window is None else window))
+
+    def gathered(pool_NSKC: jax.Array) -> jax.Array:
+        return pool_NSKC[blocks_GM].reshape(G, -1, K, C).swapaxes(1, 2)
+
+    q_GKRC = q_THC.reshape(G, J, K, H // K, C).swapaxes(1, 2).reshape(G, K, -1, C)
+    sinks_KR = None if sinks is None else jnp.tile(sinks.reshape(K, H // K), (1, J))
+    seen_GRS = jnp.repeat(seen_GJS, H // K, 1)[:, None]
+    o_GKRC = attend(
+        q_GKRC, gathered(keys_NSKC), gathered(values_NSKC), seen_GRS, sinks_KR,
+        scale=options["scale"], soft_cap=soft_cap,
+    )  # fmt: skip
+    return o_GKRC.reshape(G, K, J, H // K, C).swapaxes(1, 2).reshape(T, H * C)
 
 
-def _attend(
-    q_BKRC: Float[Array, "B K R C"],
-    k_BKSC: Float[Array, "B K S C"],
-    v_BKSC: Float[Array, "B K S C"],
-    seen: Bool[Array, "B 1 #R S"],
+def attend(
+    q_GKRC: Float[Array, "G K R C"],
+    k_GKSC: Float[Array, "G K S C"],
+    v_GKSC: Float[Array, "G K S C"],
+    seen: Bool[Array, "G 1 #R S"],
     sinks_KR: Float[Array, "K R"] | None,
     *,
-    scale: float | None,
+    scale: float,
     soft_cap: float | None,
-) -> Float[Array, "B K R C"]:
-    """Attention of the R rows of each key head to the slots that they see."""
-    precision = "highest" if q_BKRC.dtype == jnp.float32 else None
-    scores = jnp.einsum("bkrc,bksc->bkrs", q_BKRC, k_BKSC, precision=precision, preferred_element_type=jnp.float32)
-    scores = scores * (q_BKRC.shape[-1] ** -0.5 if scale is None else scale)
+) -> Float[Array, "G K R C"]:
+    """Attention of the R rows of each key head to the S keys that they see."""
+    precision = "highest" if q_GKRC.dtype == jnp.float32 else None
+    scores = jnp.einsum("ikrc,iksc->ikrs", q_GKRC, k_GKSC, precision=precision, preferred_element_type=jnp.float32)
+    scores = scores * scale
     scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(seen, scores, _MASKED)
-    most = scores.max(-1, keepdims=True)
+    most = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)  # rows that see nothing
     rest = 0.0
     if sinks_KR is not None:  # a key without a value
-        sink_BKR1 = jnp.broadcast_to(sinks_KR.astype(jnp.float32)[None, :, :, None], most.shape)
-        most = jnp.maximum(most, sink_BKR1)
-        rest = jnp.exp(sink_BKR1 - most)
+        sink_GKR1 = jnp.broadcast_to(sinks_KR.astype(jnp.float32)[None, :, :, None], most.shape)
+        most = jnp.maximum(most, sink_GKR1)
+        rest = jnp.exp(sink_GKR1 - most)
     weights = jnp.exp(scores - most)
     total = weights.sum(-1, keepdims=True) + rest
-    o_BKRC = jnp.einsum(
-        "bkrs,bksc->bkrc",
-        weights.astype(v_BKSC.dtype),
-        v_BKSC,
+    o_GKRC = jnp.einsum(
+        "ikrs,iksc->ikrc",
+        weights.astype(v_GKSC.dtype),
+        v_GKSC,
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return (o_BKRC / total).astype(q_BKRC.dtype)
+    return (o_GKRC / jnp.where(total == 0, 1.0, total)).astype(q_GKRC.dtype)

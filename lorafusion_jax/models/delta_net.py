@@ -16,11 +16,12 @@ from jaxtyping import Array, Float
 
 from lorafusion_jax.families.delta_net import IN, OUT, DeltaNet
 from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.cache import Cache
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.norm import RMSNorm
 from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.modules import LoRALinear, lora_siblings
-from pallas_kernels.delta_rule import gated_delta_rule
+from pallas_kernels.delta_rule import delta_rule_step, delta_rule_with_states, gated_delta_rule
 from pallas_kernels.mlp.xla import ACTIVATIONS
 
 LEAST_SQUARE = 1e-6  # added to the squared length of q and of k
@@ -34,7 +35,7 @@ class Convolution(nnx.Module):
 
     def __call__(self, x_TN: Float[Array, "T N"], segments: Segments) -> Float[Array, "T N"]:
         """y[t] = Σ_j weight[j] x[t - j] in float32, j rows back in the same segment; the last weight is of row t."""
-        ids_T, weight_NR = jnp.asarray(segments.ids), self.weight[...][:, 0].astype(jnp.float32)
+        ids_T, weight_NR = jnp.asarray(segments.ids), self._weight_NR
         x_TN = x_TN.astype(jnp.float32)
         y_TN = x_TN * weight_NR[:, -1]
         for back in range(1, weight_NR.shape[1]):
@@ -42,6 +43,18 @@ class Convolution(nnx.Module):
             earlier_TN = jnp.pad(x_TN, ((back, 0), (0, 0)))[: len(x_TN)]
             y_TN = y_TN + jnp.where(same_T[:, None], earlier_TN, 0.0) * weight_NR[:, -1 - back]
         return y_TN
+
+    def next_row(self, x_BRN: Float[Array, "B R N"]) -> Float[Array, "B N"]:
+        """The last row of each sequence, of whose last R rows x has."""
+        weight_NR, x_BRN = self._weight_NR, x_BRN.astype(jnp.float32)
+        y_BN = x_BRN[:, -1] * weight_NR[:, -1]
+        for back in range(1, weight_NR.shape[1]):
+            y_BN = y_BN + x_BRN[:, -1 - back] * weight_NR[:, -1 - back]
+        return y_BN
+
+    @property
+    def _weight_NR(self) -> jax.Array:
+        return self.weight[...][:, 0].astype(jnp.float32)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -62,27 +75,59 @@ class GatedDeltaNet(nnx.Module):
         self.norm = RMSNorm(spec.value_dim, eps=build.layer.around.eps, dtype=build.dtype)
 
     def __call__(self, x_TD: Float[Array, "T D"], inputs: LayerInputs) -> Float[Array, "T D"]:
-        site, out_site = self.sites
-        projections = [getattr(self, name) for name in self.inputs]
-        outputs = lora_siblings(x_TD, projections, inputs.lora, site=site)
-        mixed_TN, z_THV, b_TH, a_TH = self._split([checkpoint_name(y, IN) for y in outputs])
-        segments = inputs.segments
-        # Backward computes what is elementwise again, and so keeps nothing in float32.
-        rows = jax.checkpoint(partial(self._rows_of_rule, segments=segments))(mixed_TN, b_TH, a_TH)
-        ids, offsets, lengths = map(jnp.asarray, (segments.ids, segments.offsets, segments.lengths))
-        o_THV = gated_delta_rule(*rows, ids=ids, offsets=offsets, lengths=lengths)
-        gated_TD = jax.checkpoint(self._gated)(checkpoint_name(o_THV, OUT), z_THV)
-        return self.out_proj(gated_TD, inputs.lora, site=out_site)
+        mixed_TN, z_THV, b_TH, a_TH = self._inputs(x_TD, inputs)
+        return self._out(gated_delta_rule(*self._rows(mixed_TN, b_TH, a_TH, inputs), **_where(inputs)), z_THV, inputs)
 
-    def _rows_of_rule(
-        self, mixed_TN: jax.Array, b_TH: jax.Array, a_TH: jax.Array, *, segments: Segments
+    def with_cache(self, x_TD: jax.Array, inputs: LayerInputs, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Like a call, and returns the cache with the states of these rows' sequences after them."""
+        rows = inputs.cached
+        assert rows is not None
+        mixed_TN, z_THV, b_TH, a_TH = self._inputs(x_TD, inputs)
+        memory, last_rows = cache["memory"], cache["last_rows"]
+        if rows.decoding:
+            B = len(x_TD)
+            window_BRN = jnp.concatenate([last_rows[:B], mixed_TN[:, None].astype(last_rows.dtype)], 1)
+            mixed = self.conv1d.next_row(window_BRN)
+            o_THV, after = delta_rule_step(memory[:B], *self._of_mixed(mixed, b_TH, a_TH, mixed_TN.dtype))
+            cache = {"memory": memory.at[:B].set(after), "last_rows": last_rows.at[:B].set(window_BRN[:, 1:])}
+            return self._out(o_THV, z_THV, inputs), cache
+        segments, state_M = inputs.segments, jnp.asarray(rows.state_M)
+        o_THV, after = delta_rule_with_states(*self._rows(mixed_TN, b_TH, a_TH, inputs), **_where(inputs))
+        offsets_M = jnp.asarray(segments.offsets)[:-1]
+        row_MR = (offsets_M + jnp.asarray(segments.lengths))[:, None] + jnp.arange(1 - self.spec.kernel, 0)
+        last_MRN = jnp.where((row_MR >= offsets_M[:, None])[..., None], mixed_TN[jnp.maximum(row_MR, 0)], 0)
+        cache = {
+            "memory": memory.at[state_M].set(after, mode="drop"),
+            "last_rows": last_rows.at[state_M].set(last_MRN.astype(last_rows.dtype), mode="drop"),
+        }
+        return self._out(o_THV, z_THV, inputs), cache
+
+    def _inputs(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns q, k and v side by side, z by head, b and a."""
+        projections = [getattr(self, name) for name in self.inputs]
+        outputs = lora_siblings(x_TD, projections, inputs.lora, site=self.sites[0])
+        return self._split([checkpoint_name(y, IN) for y in outputs])
+
+    def _out(self, o_THV: jax.Array, z_THV: jax.Array, inputs: LayerInputs) -> jax.Array:
+        gated_TD = jax.checkpoint(self._gated)(checkpoint_name(o_THV, OUT), z_THV)
+        return self.out_proj(gated_TD, inputs.lora, site=self.sites[1])
+
+    def _rows(self, mixed_TN: jax.Array, b_TH: jax.Array, a_TH: jax.Array, inputs: LayerInputs):
+        """Returns q, k, v, decay and β of each row. Backward computes what is elementwise again, in float32."""
+        return jax.checkpoint(partial(self._rows_of_rule, segments=inputs.segments))(mixed_TN, b_TH, a_TH)
+
+    def _rows_of_rule(self, mixed_TN: jax.Array, b_TH: jax.Array, a_TH: jax.Array, *, segments: Segments):
+        return self._of_mixed(self.conv1d(mixed_TN, segments), b_TH, a_TH, mixed_TN.dtype)
+
+    def _of_mixed(
+        self, mixed_TN: jax.Array, b_TH: jax.Array, a_TH: jax.Array, dtype: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Returns q, k, v, decay and β of each row."""
-        q, k, v = self._heads(self.act(self.conv1d(mixed_TN, segments)))
+        """Like `_rows`, of what the convolution returns."""
+        q, k, v = self._heads(self.act(mixed_TN))
         bias_H, rate_H = (x[...].astype(jnp.float32) for x in (self.dt_bias, self.A_log))
         decay_TH = -jnp.exp(rate_H) * jax.nn.softplus(a_TH.astype(jnp.float32) + bias_H)
         q, k = _unit(q, self.spec.key_dim**-0.5), _unit(k)
-        dtype, beta_TH = mixed_TN.dtype, jax.nn.sigmoid(b_TH.astype(jnp.float32))
+        beta_TH = jax.nn.sigmoid(b_TH.astype(jnp.float32))
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), decay_TH, beta_TH
 
     def _gated(self, o_THV: jax.Array, z_THV: jax.Array) -> jax.Array:
@@ -107,6 +152,11 @@ class GatedDeltaNet(nnx.Module):
         q, k, v = jnp.split(mixed_TN, (spec.keys, 2 * spec.keys), axis=-1)
         q, k = (y.reshape(rows, spec.key_heads, -1) for y in (q, k))
         return q, k, v.reshape(rows, spec.value_heads, -1)
+
+
+def _where(inputs: LayerInputs) -> dict[str, jax.Array]:
+    segments = inputs.segments
+    return {name: jnp.asarray(getattr(segments, name)) for name in ("ids", "offsets", "lengths")}
 
 
 def _unit(x: jax.Array, length: float = 1.0) -> jax.Array:

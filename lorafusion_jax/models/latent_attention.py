@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from lorafusion_jax.families.latent_attention import LATENTS, LatentAttention
 from lorafusion_jax.models.attention import AttentionImplementation, attention
 from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.cache import Cache, paged_attention, store
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.norm import RMSNorm
 from lorafusion_jax.models.rope import apply_rope, halves_of_pairs
@@ -44,6 +45,27 @@ class LatentSelfAttention(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None
     ) -> Float[Array, "T D"]:
+        o_THC = attention(
+            *self._heads(x_TD, inputs), inputs.segments, implementation=implementation, scale=self.spec.scale
+        )
+        return self._out(o_THC, inputs)
+
+    def with_cache(
+        self, x_TD: jax.Array, inputs: LayerInputs, cache: Cache, implementation: AttentionImplementation | None
+    ) -> tuple[jax.Array, Cache]:
+        """Like a call, and returns the cache with the keys and values of these rows, see `SelfAttention`."""
+        rows = inputs.cached
+        assert rows is not None
+        q, k, v = self._heads(x_TD, inputs)
+        cache = {"keys": store(cache["keys"], k, rows), "values": store(cache["values"], v, rows)}
+        if rows.reads_blocks:
+            o_THC = paged_attention(q, cache, rows, scale=self.spec.scale).reshape(q.shape)
+        else:
+            o_THC = attention(q, k, v, inputs.segments, implementation=implementation, scale=self.spec.scale)
+        return self._out(o_THC, inputs), cache
+
+    def _heads(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns q, k and v by head, all as wide as the widest."""
         spec, rows = self.spec, len(x_TD)
         q, kv, rotary_k = self._latents(x_TD, inputs)
         q_plain, q_rotary = jnp.split(q.reshape(rows, spec.heads, -1), (spec.plain_dim,), axis=-1)
@@ -55,8 +77,11 @@ class LatentSelfAttention(nnx.Module):
         if inputs.query_scales is not None and self.rope is not None:
             q = q * inputs.query_scales[self.rope].astype(q.dtype)
         q, k, v = (_widened(y, spec.head_dim) for y in (q, k, v))
-        o_THC = attention(q, k, v, inputs.segments, implementation=implementation, scale=spec.scale)
-        o_TD = o_THC.reshape(rows, spec.heads, -1)[..., : spec.value_dim].reshape(rows, -1)
+        return q, k, v
+
+    def _out(self, o_THC: jax.Array, inputs: LayerInputs) -> jax.Array:
+        rows = len(o_THC)
+        o_TD = o_THC.reshape(rows, self.spec.heads, -1)[..., : self.spec.value_dim].reshape(rows, -1)
         return self.o_proj(o_TD, inputs.lora, site=self.sites["o_proj"])
 
     def _latents(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:

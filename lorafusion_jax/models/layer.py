@@ -125,8 +125,13 @@ class DecoderLayer(nnx.Module):
         spec, shared_after, caches = self.spec.attention, dict(shared), [cache]
 
         def mix(h_TD: jax.Array) -> jax.Array:
+            if isinstance(spec, DeltaNet):
+                o_TD, caches[0] = self.linear_attn.with_cache(h_TD, inputs, cache)
+                return o_TD
             attention = self._attention
-            assert isinstance(attention, SelfAttention), self.spec.uncached
+            if isinstance(attention, LatentSelfAttention):
+                o_TD, caches[0] = attention.with_cache(h_TD, inputs, cache, implementation)
+                return o_TD
             assert isinstance(spec, Attention)
             before = shared[spec.module] if spec.reads else None
             o_TD, caches[0], keys = attention.with_cache(h_TD, inputs, cache, implementation, before)

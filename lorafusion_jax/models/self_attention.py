@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.models.attention import AttentionImplementation, attention
 from lorafusion_jax.models.build import Builder
-from lorafusion_jax.models.cache import Cache, CachedKeys, cached_attention, continued_attention, store
+from lorafusion_jax.models.cache import Cache, CachedKeys, paged_attention, store
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.rope import apply_rope, halves_of_pairs
 from lorafusion_jax.models.stream import KeysAndValues
@@ -82,8 +82,7 @@ class SelfAttention(nnx.Module):
     ) -> tuple[jax.Array, Cache, CachedKeys]:
         """Like a call, and returns the cache with the keys and values of these rows, and what other layers read.
 
-        Rows of prompts attend to each other, as in training. A row of a decoding pass attends to its sequence's cache,
-        and those of a continued prompt to both.
+        Rows of whole prompts attend to each other, as in training. Others attend to the blocks of their sequences.
 
         Args:
             keys: those of another layer (None: it has its own).
@@ -92,21 +91,16 @@ class SelfAttention(nnx.Module):
         assert rows is not None
         if keys is None:
             q, k, v, gate_TD = self._heads(x_TD, inputs)
-            before, cache = cache, {"keys": store(cache["keys"], k, rows), "values": store(cache["values"], v, rows)}
-            keys = {"after": cache} if rows.decoding else {"rows": {"keys": k, "values": v}}
-            keys |= {"before": before} if rows.continued else {}
+            cache = {"keys": store(cache["keys"], k, rows), "values": store(cache["values"], v, rows)}
+            keys = {"after": cache} if rows.reads_blocks else {"rows": {"keys": k, "values": v}}
         else:
             q, gate_TD = self._queries(x_TD, inputs)
         options = {"scale": self.spec.scale, "window": self.spec.window, "soft_cap": self.spec.soft_cap}
         options |= {"sinks": None if self.sinks is None else self.sinks[...]}
-        if rows.decoding:
-            after = keys["after"]
-            o_TD = cached_attention(q, after["keys"], after["values"], jnp.asarray(rows.position_T), **options)
-            return self._out(o_TD, gate_TD, inputs), cache, keys
-        k, v = keys["rows"]["keys"], keys["rows"]["values"]
-        if rows.continued:
-            o_TD = continued_attention(q, k, v, keys["before"], rows, **options)
+        if rows.reads_blocks:
+            o_TD = paged_attention(q, keys["after"], rows, **options)
         else:
+            k, v = keys["rows"]["keys"], keys["rows"]["values"]
             o_TD = attention(q, k, v, inputs.segments, implementation=implementation, flat=True, **options)
         return self._out(o_TD, gate_TD, inputs), cache, keys
 

@@ -8,7 +8,7 @@ import numpy as np
 from lorafusion_jax.data.prepare import tokenizer_of
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.generation.generator import Request, check_caches
+from lorafusion_jax.generation.engine import Request
 from lorafusion_jax.generation.prompts import prompt_tokens
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.text import TokenGenerator
@@ -23,7 +23,7 @@ class TextSamples:
     """Generates the texts of `train.samples` and reports them to a listener.
 
     Raises:
-        ConfigError: `train.samples`, the run has several processes; see `check_caches`.
+        ConfigError: `train.samples`, the run has several processes.
     """
 
     def __init__(self, job: Job, session: Session, listener: Listener):
@@ -35,7 +35,6 @@ class TextSamples:
         if jax.process_count() > 1:
             message = "train.samples needs a run of one process: tokens go from the last stage to the first."
             raise ConfigError("train.samples", message, fix="train.samples: 0, and lorafusion generate RUN afterwards")
-        check_caches(session.stages[0].parts.model)
 
     def generate(self, name: str, step: int, slots_done: int) -> None:
         """Generates the texts of one adapter."""

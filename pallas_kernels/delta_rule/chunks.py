@@ -77,6 +77,12 @@ def make_chunks(ids_T: Int[Array, " T"], offsets_M1: Int[Array, " M+1"], lengths
     return Chunks(row_NB=row_NB.astype(jnp.int32), place_T=place_T.astype(jnp.int32), first_N=within_N == 0)
 
 
+def last_chunks(lengths_M: Int[Array, " M"], total: int) -> Int[Array, " M"]:
+    """The last chunk of each segment, and any of unused slots."""
+    rows = chunk_rows(total)
+    return jnp.maximum(jnp.cumsum(jnp.where(lengths_M > 0, -(-lengths_M // rows), 0)) - 1, 0)
+
+
 @jax.custom_vjp
 def to_chunks(x: jax.Array, chunks: Chunks) -> jax.Array:
     """[T, ...] → [N, B, ...], zeros where a chunk has no row. Backward is a gather, too."""

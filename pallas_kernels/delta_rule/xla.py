@@ -15,7 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.delta_rule.inverse import inverse_of_unit_lower
 
@@ -32,13 +32,15 @@ def delta_rule_in_chunks(
     *,
     precision: str | None = None,
     walk: Walk | None = None,
-) -> Float[Array, "N B H V"]:
+    last_M: Int[Array, " M"] | None = None,
+) -> tuple[Float[Array, "N B H V"], Float[Array, "M H C V"] | None]:
     """Computes the rule on chunks in order; a chunk that is first of its segment starts from an empty memory.
 
     All arrays are float32. Rows without content have zeros everywhere.
 
     Args:
         walk: (u, w, late k, decay of a chunk, first) → (memory before each chunk, changes); None: `scan_chunks`.
+        last_M: chunks whose memories afterwards are returned, too.
     """
     run_chunks: Walk = walk or partial(scan_chunks, precision=precision)
 
@@ -60,11 +62,15 @@ def delta_rule_in_chunks(
 
     by_head = [x.reshape(N, -1, *x.shape[3:]) for x in (u, w, late_k, jnp.exp(c[..., -1]))]
     memory, changes = run_chunks(by_head[0], by_head[1], by_head[2], by_head[3], first_N)
+    states = None
+    if last_M is not None:
+        added = dot("mhbc,mhbv->mhcv", by_head[2][last_M], changes[last_M])
+        states = memory[last_M] * by_head[3][last_M][..., None, None] + added
     memory, changes = (x.reshape(*u.shape[:3], *x.shape[2:]) for x in (memory, changes))
     inside = dot("nkic,nkjc->nkij", q, k)[:, :, None] * between
     o = dot("nkgic,nkgcv->nkgiv", q[:, :, None] * jnp.exp(c)[..., None], memory)
     o = o + dot("nkgij,nkgjv->nkgiv", inside, changes)
-    return o.transpose(0, 3, 1, 2, 4).reshape(v_NBHV.shape)
+    return o.transpose(0, 3, 1, 2, 4).reshape(v_NBHV.shape), states
 
 
 def scan_chunks(

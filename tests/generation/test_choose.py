@@ -7,45 +7,108 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from scipy import stats
 
-from lorafusion_jax.generation.choose import NOT_FINITE, Choices, choose_tokens, keep_likely, token_logprobs
-from lorafusion_jax.generation.places import bucket, make_places, share_rows
+from lorafusion_jax.generation.choose import (
+    Choices,
+    Edits,
+    choose_tokens,
+    edit,
+    keep_likely,
+    list_likely,
+    seen_tokens,
+    token_logprobs,
+)
+from lorafusion_jax.generation.packing import bucket
 
 choose, keep = jax.jit(choose_tokens, static_argnames="mode"), jax.jit(keep_likely)
 
 
-def kept_by_definition(z: np.ndarray, top_k: int, top_p: float) -> set[int]:
+def kept_by_definition(z: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
     """Tokens in falling order of probability, until k of them, and until their sum reaches p."""
     order = np.argsort(-z, kind="stable")[: top_k or None]
     p = np.exp(z[order] - z.max())
     sums = np.cumsum(p / p.sum())
-    return set(order[: int(np.searchsorted(sums, top_p)) + 1].tolist())
+    order = order[: int(np.searchsorted(sums, top_p)) + 1]
+    return {token for token in order.tolist() if np.exp(z[token] - z.max()) >= min_p}
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.4), (5, 0.7), (1, 0.2), (900, 0.999)])
-def test_top_k_and_top_p_keep_what_their_definition_says(top_k, top_p):
+FILTERS = [
+    (0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.4, 0.0), (5, 0.7, 0.0), (1, 0.2, 0.0), (900, 0.999, 0.0), (0, 1.0, 0.1),
+    (4, 1.0, 0.02), (0, 0.9, 0.3), (0, 1.0, 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+def test_filters_keep_what_their_definitions_say(top_k, top_p, min_p):
     z = np.random.default_rng(5).normal(size=(4, 37)).astype(np.float32) * 3
-    kept = keep(z, np.full(4, top_k, np.int32), np.full(4, top_p, np.float32))
+    kept = keep(z, np.full(4, top_k, np.int32), np.full(4, top_p, np.float32), np.full(4, min_p, np.float32))
     for row, values in enumerate(np.asarray(kept)):
-        assert set(np.flatnonzero(np.isfinite(values)).tolist()) == kept_by_definition(z[row], top_k, top_p)
+        assert set(np.flatnonzero(np.isfinite(values)).tolist()) == kept_by_definition(z[row], top_k, top_p, min_p)
 
 
-def test_draws_have_the_probabilities_of_the_softmax():
-    z, count = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32)), 4000
-    seeds, zeros, ones = np.arange(count, dtype=np.uint32), np.zeros(count, np.int32), np.ones(count, np.float32)
-    drawn = choose(np.tile(z, (count, 1)), Choices(2 * ones, zeros, ones, seeds), zeros, mode="sampled")
-    wanted = np.exp(z / 2) / np.exp(z / 2).sum()
-    shares = np.bincount(np.asarray(drawn), minlength=4) / count
-    assert np.abs(shares - wanted).max() < 4 * (0.25 / count) ** 0.5  # four standard errors
+def choices(count: int, seeds: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Choices:
+    halves = np.stack([seeds >> 32, seeds & 0xFFFFFFFF], 1).astype(np.uint32)
+    full = partial(np.full, count, dtype=np.float32)
+    return Choices(full(temperature), np.full(count, top_k, np.int32), full(top_p), full(min_p), halves)
+
+
+SETTINGS = [
+    {"temperature": 2.0}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2},
+    {"temperature": 1.5, "top_k": 5, "top_p": 0.9, "min_p": 0.05},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_draws_have_the_probabilities_that_their_settings_say(settings):
+    """A chi-square test of 4000 draws; seeds beyond 32 bits."""
+    z, count = np.log(np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04], np.float32)), 4000
+    seeds = np.arange(count, dtype=np.uint64) * 2**33 + 5
+    mode = "sampled" if settings.keys() == {"temperature"} else "filtered"
+    drawn = choose(np.tile(z, (count, 1)), choices(count, seeds, **settings), np.zeros(count, np.int32), mode=mode)
+    tempered = z / settings.get("temperature", 1.0)
+    kept = kept_by_definition(tempered, *(settings.get(*pair) for pair in (("top_k", 0), ("top_p", 1), ("min_p", 0))))
+    p = np.where([token in kept for token in range(6)], np.exp(tempered), 0)
+    wanted = count * p / p.sum()
+    counts = np.bincount(np.asarray(drawn), minlength=6)
+    assert not counts[wanted == 0].any()
+    square = (((counts - wanted) ** 2)[wanted > 0] / wanted[wanted > 0]).sum()
+    assert square < stats.chi2.ppf(0.999, len(kept) - 1) or len(kept) == 1
 
 
 def test_draws_change_with_the_seed_and_with_the_number_of_the_token():
-    draw = partial(choose, np.zeros((3, 1000), np.float32), mode="sampled")
-    rest = (np.ones(3, np.float32), np.zeros(3, np.int32), np.ones(3, np.float32))
-    numbers = np.array([0, 1, 0], np.int32)
-    first = draw(Choices(*rest, np.array([4, 4, 5], np.uint32)), numbers).tolist()
-    assert len(set(first)) == 3
-    assert draw(Choices(*rest, np.array([5, 4, 4], np.uint32)), numbers).tolist() == first[::-1]
+    draw = partial(choose, np.zeros((4, 1000), np.float32), mode="sampled")
+    numbers = np.array([0, 1, 0, 0], np.int32)
+    first = draw(choices(4, np.array([4, 4, 5, 4 + 2**32])), numbers).tolist()
+    assert len(set(first)) == 4
+    assert draw(choices(4, np.array([5, 4, 4, 4])), numbers).tolist()[2::-1] == first[:3]
+
+
+def test_seeds_of_32_bits_draw_as_keys_of_jax_do():
+    z, seeds = np.random.default_rng(3).normal(size=(3, 50)).astype(np.float32), np.array([0, 7, 2**32 - 1])
+    drawn = choose(z, choices(3, seeds), np.array([2, 0, 9], np.int32), mode="sampled")
+    for row, number in enumerate((2, 0, 9)):
+        key = jax.random.fold_in(jax.random.key(np.uint32(seeds[row])), number)
+        assert int(drawn[row]) == int(np.argmax(z[row] + np.asarray(jax.random.gumbel(key, (50,)))))
+
+
+def test_edits_are_what_their_definitions_say():
+    z = np.array([[2.0, -1.0, 0.5, 3.0], [2.0, -1.0, 0.5, 3.0], [2.0, -1.0, 0.5, 3.0]], np.float32)
+    seen = jax.jit(seen_tokens, static_argnums=1)(np.array([[0, 1, 1], [-1, -1, -1], [3, -1, -1]], np.int32), 4)
+    ids = np.array([[-1, -1], [2, -1], [1, 2]], np.int32)
+    edits = Edits(
+        np.array([2.0, 1.0, 2.0], np.float32), seen, np.array([False, False, True]), np.array([[-1], [-1], [1]]),
+        ids, np.array([[9.0, 9.0], [-4.0, 9.0], [0.25, 7.0]], np.float32),
+    )  # fmt: skip
+    wanted = [[1.0, -2.0, 0.5, 3.0], [2.0, -1.0, -3.5, 3.0], [-np.inf, -0.75, -np.inf, -np.inf]]
+    assert jax.jit(edit)(z, edits).tolist() == wanted
+
+
+def test_the_most_probable_tokens_have_their_log_likelihoods():
+    p = np.array([[0.2, 0.5, 0.3]], np.float32)
+    listed = jax.jit(list_likely, static_argnums=1)(np.log(p) + 3, 2)
+    assert listed.tokens_Bk.tolist() == [[1, 2]]
+    np.testing.assert_allclose(listed.logprobs_Bk, np.log([[0.5, 0.3]]), rtol=1e-5)
 
 
 def test_log_likelihoods_are_those_of_the_whole_distribution():
@@ -54,18 +117,5 @@ def test_log_likelihoods_are_those_of_the_whole_distribution():
     np.testing.assert_allclose(jax.jit(token_logprobs)(shifted, np.array([1, 2])), np.log([0.25, 0.7]), rtol=1e-5)
 
 
-def test_logits_that_are_not_numbers_choose_no_token():
-    z = np.array([[1.0, np.nan], [0.0, 2.0]], np.float32)
-    zeros, ones = np.zeros(2, np.int32), np.ones(2, np.float32)
-    choices = Choices(0 * ones, zeros, ones, np.zeros(2, np.uint32))
-    for mode in ("greedy", "sampled", "filtered"):
-        assert choose(z, choices, zeros, mode=mode).tolist() == [NOT_FINITE, 1]
-
-
-def test_rows_are_few_whatever_the_shares_of_the_adapters():
-    many = make_places({5: 64} | dict.fromkeys(range(4), 1))
-    assert many.rows_of(5)[:64] == [*range(64)]
-    assert many.count <= 2 * 68 + 2 * 4 * many.rows
-    assert make_places({3: 1}).count == 1
-    assert share_rows({0: 1000, 1: 1}, 64) == {0: 63, 1: 1}
+def test_buckets_are_few():
     assert [bucket(number, 128) for number in (1, 128, 129, 193, 257)] == [128, 128, 192, 256, 384]

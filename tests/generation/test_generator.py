@@ -22,10 +22,10 @@ from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import DataError, ErrorList, LoraFusionError, RunError
 from lorafusion_jax.generation import packing, prompt_file
 from lorafusion_jax.generation.conversation import Conversation
-from lorafusion_jax.generation.generator import Answer, Generator, Request, check_caches
-from lorafusion_jax.generation.packing import TILE, pack_prompts
-from lorafusion_jax.generation.passes import Batch
-from lorafusion_jax.generation.places import BASE, make_places
+from lorafusion_jax.generation.engine import Answer, Request
+from lorafusion_jax.generation.generator import Generator
+from lorafusion_jax.generation.packing import BASE, NOWHERE, TILE, Prompt, pack_prompts
+from lorafusion_jax.generation.passes import Passes
 from lorafusion_jax.generation.prompts import prompt_tokens
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.text import TokenGenerator
@@ -37,7 +37,7 @@ from lorafusion_jax.session.parts import Parts
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stage_weights import cut
 
-# Batches of these tests have four adapters, with a row each, or one: a program of layers compiles for each shape.
+# Batches of these tests have at most eight rows: a program of layers compiles for each shape.
 MODEL = Path(__file__).parents[1] / "models/golden/qwen2_window"
 SPECS = (  # other kinds, ranks and targets, in no order
     AdapterSpec(name="wide", rank=6, alpha=9, targets=("down_proj", "q_proj")),
@@ -48,7 +48,7 @@ LENGTHS = (1, 7, 12, 19, 5, 17, 2, 11)  # of answers: of the first four, each en
 
 
 def stages(*, layers: int = 3, **mesh: int) -> list[Stage]:
-    """The model with adapters of random weights: a full layer, and windows of 6, which use slots of a cache again."""
+    """The model with adapters of random weights: a full layer, and windows of 6."""
     whole, meshes = ModelConfig.from_hf(MODEL), stage_meshes(**mesh)
     model = replace(whole, num_layers=layers, pattern=whole.pattern[:layers], max_positions=64)
     extents = stage_layers(model, len(meshes), [1.5, 1.5] if len(meshes) == 2 else None)
@@ -134,7 +134,7 @@ def test_other_prompts_compile_nothing(model, alone):
     def compiled() -> list[int]:
         (programs,) = model._programs
         jitted = [programs.run_block, programs.embed, programs.next_inputs, programs.prompt_inputs]
-        return [program._cache_size() for program in (*jitted, *programs.head.values())]
+        return [program._cache_size() for program in (*jitted, programs.head("greedy", False, 0, True))]
 
     model(requests(8), most=4)
     before = compiled()
@@ -174,19 +174,34 @@ def test_an_answer_ends_with_a_stop_token_or_at_the_last_position(model, alone):
     assert (len(answer.tokens), answer.end) == (6, "context")
 
 
+def prompt(row: int, length: int, slot: int = 0, start: int = 0) -> Prompt:
+    return Prompt(tokens=[row] * length, blocks=range(10 * row, 10 * row + 10), row=row, slot=slot, start=start)
+
+
 def test_long_prompts_take_several_passes(monkeypatch):
     monkeypatch.setattr(packing, "MOST_ROWS", 2 * TILE)
-    places = make_places({0: 2, BASE: 1})
-    assert (places.adapters, places.rows) == ((0, BASE), 2)
-    passes = pack_prompts({0: [1] * 100, 1: [2] * 100, 2: [3] * 300}, places)
-    assert [len(prompts.tokens_T) for prompts in passes] == [2 * TILE, 3 * TILE]
-    assert passes[0].last_B.tolist() == [99, 199, -1, -1]
-    assert passes[0].tile_place.tolist() == [0, 0]
-    assert passes[1].tile_place.tolist() == [-1, -1, -1]
-    assert passes[1].sequence_T[[0, 299, 300]].tolist() == [2, 2, 4]
-    assert passes[0].segments.lengths[:3].tolist() == [100, 100, 56]
-    equal = pack_prompts(dict.fromkeys(range(5), [1] * TILE), make_places({0: 8}))
+    passes = pack_prompts([prompt(0, 100), prompt(2, 300, BASE), prompt(1, 100)], rows=4, block=32)
+    assert [len(prompts.tokens_T) for prompts in passes] == [4 * TILE, 2 * TILE]
+    assert passes[1].last_B.tolist() == [99, 199, -1, -1]
+    assert passes[1].tile_slot.tolist() == [0, 0]
+    assert passes[0].tile_slot.tolist() == [-1, -1, -1, -1]
+    assert passes[0].position_T[[0, 299, 300]].tolist() == [0, 299, -1]
+    assert passes[1].cell_T[[0, 99, 100, 200]].tolist() == [0, 99, 320, NOWHERE]
+    assert passes[1].segments.lengths[:3].tolist() == [100, 100, 56]
+    assert passes[1].state_M.tolist()[:3] == [0, 1, NOWHERE]
+    equal = pack_prompts([prompt(row, TILE) for row in range(5)], rows=8, block=32)
     assert [len(prompts.tokens_T) for prompts in equal] == [2 * TILE, 2 * TILE, TILE]
+
+
+def test_prompts_that_go_on_have_tiles_of_their_own(monkeypatch):
+    monkeypatch.setattr(packing, "MOST_CONTINUED", 2 * TILE)
+    passes = pack_prompts([prompt(0, 70, start=64), prompt(1, 320, start=32), prompt(2, 40)], rows=4, block=32)
+    assert [prompts.tables_GM is None for prompts in passes] == [True, False, False, False]
+    assert [prompts.last_B.tolist() for prompts in passes] == [
+        [-1, -1, 39, -1], [5, -1, -1, -1], [-1, -1, -1, -1], [-1, 31, -1, -1],
+    ]  # fmt: skip
+    assert passes[2].position_T[[0, 255]].tolist() == [32, 287]
+    assert passes[2].tables_GM[:, :3].tolist() == [[10, 11, 12]] * 2
 
 
 def test_wrong_requests_are_reported_together(model):
@@ -240,11 +255,6 @@ def test_trained_rows_of_tokens_are_those_of_a_model_with_these_rows(alone):
     assert [answer.tokens for answer in answers[:3]] == [alone[0], wanted.tokens, alone[2]]
 
 
-def test_a_mechanism_without_a_cache_is_refused_by_name():
-    with pytest.raises(LoraFusionError, match=r"generate.no-cache\][^\n]*DeltaNet"):
-        check_caches(ModelConfig.from_hf(MODEL.parent / "qwen3_5"))
-
-
 def turns(generator, conversation, first, more):
     """Answers of two turns, each prompt of the second being all of the first and `more`."""
     answers = generator(first, conversation=conversation)
@@ -256,57 +266,47 @@ def turns(generator, conversation, first, more):
 
 
 def read_rows(monkeypatch) -> list[int]:
-    """Counts the rows of each prompt pass."""
-    counts, read = [], Batch.read_prompts
+    """Counts the rows of the prompts of each call."""
+    counts, read = [], Passes.read_prompts
 
     def counted(self, passes, *args):
-        counts.append(sum(int((prompts.sequence_T < self._count).sum()) for prompts in passes))
+        counts.append(sum(int((prompts.position_T >= 0).sum()) for prompts in passes))
         return read(self, passes, *args)
 
-    monkeypatch.setattr(Batch, "read_prompts", counted)
+    monkeypatch.setattr(Passes, "read_prompts", counted)
     return counts
 
 
 def test_a_second_turn_reads_only_new_tokens(model, monkeypatch):
+    """But for those of the last block, which nobody shares before it is full."""
+    monkeypatch.setattr(packing, "MOST_CONTINUED", 16)
     counts = read_rows(monkeypatch)
-    first = [replace(r, tokens=r.tokens[:12], sampling=Sampling(max_tokens=9)) for r in requests(4)]
+    first = [replace(r, tokens=(r.tokens * 20)[:40], sampling=Sampling(max_tokens=9)) for r in requests(4)]
     _, kept, second = turns(model, Conversation(), first, [5, 7, 11])
-    # The last token of an answer has not been in a pass yet.
-    assert counts == [sum(len(request.tokens) for request in first), 4 * (1 + 3)]
+    assert counts == [4 * 40, 4 * (40 + 9 + 3 - 32)]
     assert [answer.tokens for answer in kept] == [answer.tokens for answer in model(second)]
     assert counts[2] == sum(len(request.tokens) for request in second)
 
 
-def test_long_messages_are_read_in_parts(model, monkeypatch):
-    monkeypatch.setattr(packing, "MOST_CONTINUED", 16)
-    first = [replace(r, tokens=r.tokens[:5], sampling=Sampling(max_tokens=5)) for r in requests(4)]
-    _, kept, second = turns(model, Conversation(), first, [(7 * n) % 48 for n in range(1, 40)])
-    assert [answer.tokens for answer in kept] == [answer.tokens for answer in model(second)]
+def test_other_adapters_share_nothing(model, monkeypatch):
+    counts, conversation = read_rows(monkeypatch), Conversation()
+    long = [replace(r, tokens=[7] * 40, sampling=Sampling(max_tokens=2)) for r in requests(3)]
+    apart = [model([request])[0].tokens for request in long]
+    together = [model([request], conversation=conversation)[0].tokens for request in [*long, long[1]]]
+    assert together == [*apart, apart[1]]
+    assert counts == [40] * 6 + [40 - 32]
 
 
-def test_a_changed_conversation_is_read_from_where_it_differs(model):
-    """What is in slots of a window's earlier tokens is gone, and all is read again."""
-    shape, prompt = model._model, list(range(20))
-    for known, kept in ([*prompt[:5]], 5), ([*prompt[:3], 40], 3), ([*prompt[:9], 40], 0), ([40], 0), (prompt, 0):
-        conversation = Conversation()
-        conversation.keep(None, None, 64, {0: known})
-        assert conversation.kept(0, prompt, shape) == kept
-    conversation.keep(None, None, 8, {0: prompt[:9]})  # more than there is room for: the first slots are gone
-    assert conversation.kept(0, prompt, shape) == 0
-
-
-def test_other_adapters_get_new_caches(model, alone):
-    conversation, asked = Conversation(), requests(3)
-    for number in 1, 2, 1:
-        assert model([asked[number]], conversation=conversation)[0].tokens == alone[number]
-
-
-def test_a_longer_conversation_gets_new_caches():
-    places, conversation = make_places({0: 1}), Conversation()
-    for wanted, tokens, caches in (places, 64, ("caches", 64)), (places, 65, None), (make_places({1: 1}), 64, None):
-        conversation.keep("caches", places, 64, {0: [1]})
-        assert conversation.take(wanted, tokens) == caches
-        assert conversation.take(wanted, tokens) is None
+def test_a_longer_conversation_gets_a_new_engine(model):
+    conversation, short = Conversation(), replace(requests(3)[2], sampling=Sampling(max_tokens=3))
+    model([short], conversation=conversation)
+    engine = conversation.engine
+    model([short] * 2, conversation=conversation)
+    assert conversation.engine is engine
+    (answer,) = model([replace(short, tokens=[3] * 50)] * 1, most=1, conversation=conversation)
+    assert answer.tokens == model([replace(short, tokens=[3] * 50)])[0].tokens
+    model([replace(short, tokens=[3] * 50)] * 4, conversation=conversation)
+    assert conversation.engine is not engine
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ import more_cases
 import pytest
 
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.generation.generator import Generator, Request
+from lorafusion_jax.generation.engine import Request
+from lorafusion_jax.generation.generator import Generator
 from lorafusion_jax.generation.load import load_stage
-from lorafusion_jax.generation.places import BASE
+from lorafusion_jax.generation.packing import BASE
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.weights.table import stored_kind
@@ -41,7 +42,11 @@ def test_tokens_are_those_of_transformers_and_peft(case):
     answers = generator(case)(requests)
     assert min(wanted[name]["margin"] for name in wanted) > ROUNDING
     assert [answer.tokens for answer in answers] == wanted["adapter"]["tokens"] + wanted["base"]["tokens"]
-    assert wanted["adapter"]["tokens"] != wanted["base"]["tokens"]
+
+
+def test_adapters_change_tokens():
+    cases = RECORD["cases"].values()
+    assert sum(case["adapter"]["tokens"] == case["base"]["tokens"] for case in cases) < len(cases) / 10
 
 
 def test_an_answer_that_crosses_the_context_of_longrope_is_refused():
