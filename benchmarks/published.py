@@ -48,6 +48,7 @@ KERNEL_FILES = (  # a row of a later file replaces the same row of an earlier on
     "kernels_h200_2026-11-22e/bytes.jsonl",
 )
 END_TO_END = "end_to_end_h200_2026-11-22h/end_to_end.jsonl"
+SHARDED = "end_to_end_h200_2026-11-28_sharded"
 FLAX_MODEL, ADAPTER_COUNTS = (
     "flax_model_h200_2026-11-23b/rows.jsonl",
     "adapter_counts_h200_2026-11-23/adapter_counts.jsonl",
@@ -176,6 +177,23 @@ def started(row: Row) -> str:
 def figures(row: Row) -> tuple[str, ...]:
     rates = row["useful_tokens_per_s"], row["useful_tokens_per_s"] / row["density"]
     return (row["capacity_tokens"], row["slots"], f"{row['density']:.1%}", *(f"{rate / 1e3:.2f} k" for rate in rates))
+
+
+def sharded() -> str:
+    """Stages beside torch's FSDP2 with PEFT and Liger, in one call on the same cards."""
+    (ours,), (peer,) = rows_of(f"{SHARDED}/end_to_end.jsonl"), rows_of(f"{SHARDED}/peers.jsonl")
+    rows = (
+        ("ours, four adapters together in four stages", ours, max(ours["peak_gb"])),
+        ("FSDP2 + PEFT + Liger, one adapter, no padding, layers recomputed", peer, peer["peak_gb"]),
+    )
+    return markdown(
+        ("program", "useful tok/s", "over FSDP2", "largest peak, GB"),
+        [
+            (name, f"{row['useful_tokens_per_s'] / 1e3:.2f} k",
+             f"{row['useful_tokens_per_s'] / peer['useful_tokens_per_s']:.2f}", peak)
+            for name, row, peak in rows
+        ],
+    )  # fmt: skip
 
 
 def ratios() -> str:
@@ -449,7 +467,7 @@ def pipeline_claims() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
+        layers, siblings, ops, slower, moved, training, sharded, ratios, workloads, idle, batch_sizes, scaling, planner,
         pipelines, quantised_bases, peers_in_short, peers, peers_compiled, sizes, flax_model, adapter_counts,
         quantised_loss, quantised_depth, online_targets, online_claims, online_held_out, online_large, online_queue,
         online_ideas, online_throughput, online_rates, online_decision, online_mutants, long_samples,
