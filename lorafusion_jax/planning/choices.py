@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lorafusion_jax.config.auto import CAPACITY, MESH, QUANTIZE
+from lorafusion_jax.config.auto import AUTO, CAPACITY, MESH, QUANTIZE
 from lorafusion_jax.config.job_checks import largest_sample
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
@@ -37,6 +37,8 @@ class Choice:
     Attributes:
         stages, data, fsdp, tensor: the mesh.
         capacity_tokens: of a microbatch.
+        of_data: the capacity holds every sample of the data, but not all that data.max_length allows: `auto` takes it,
+            as a number it is refused.
         quantize: how the base is stored.
         remat: what a layer's forward leaves for its backward.
         memory_bytes: of the fullest device.
@@ -51,6 +53,7 @@ class Choice:
     fsdp: int
     tensor: int
     capacity_tokens: int
+    of_data: bool
     quantize: str
     remat: str
     memory_bytes: int
@@ -65,7 +68,8 @@ class Choice:
         mesh = {"stages": self.stages, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
         chosen = [f"mesh.{name}={count}" for name, count in mesh.items() if count > 1]
         stored = [] if self.quantize == NONE else [f"base.quantize={self.quantize}"]
-        return [*chosen, f"batch.capacity_tokens={self.capacity_tokens}", *stored]
+        capacity = AUTO if self.of_data else self.capacity_tokens
+        return [*chosen, f"batch.capacity_tokens={capacity}", *stored]
 
     @property
     def mesh(self) -> Mesh:
@@ -141,7 +145,7 @@ def compare_choices(
         if MESH in vary
         else [Mesh.of(config)]
     )
-    sizes = _sizes(config) if CAPACITY in vary else [config.batch.capacity_tokens]
+    sizes = _sizes(config, prepared) if CAPACITY in vary else [config.batch.capacity_tokens]
     choices: list[Choice] = []
     for quantize in stored:
         ways = [_with(config, mesh, size, quantize) for mesh in meshes for size in sizes]
@@ -161,13 +165,7 @@ def compare_choices(
             fix="fewer --gpus",
         )
     ordered = sorted(choices, key=lambda choice: (choice.fits is False, choice.seconds or choice.memory_bytes))
-    why = _reason(ordered)
-    return Choices(
-        device=device,
-        gpus=gpus,
-        choices=tuple(_prefer_simple(ordered)),
-        why=why + _shorter(config, jobs) if why else "",
-    )
+    return Choices(device=device, gpus=gpus, choices=tuple(_prefer_simple(ordered)), why=_reason(ordered))
 
 
 def _meshes(gpus: int, model: ModelConfig, config: JobConfig, processes: int) -> Iterator[Mesh]:
@@ -187,19 +185,14 @@ def _divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
 
 
-def _sizes(config: JobConfig) -> list[int]:
-    """The first capacities that hold every sample that the job allows, in whole tiles."""
+def _sizes(config: JobConfig, prepared: Prepared) -> list[int]:
+    """The first capacities that hold every sample of the data, held-out ones, too, in whole tiles."""
     tile = config.batch.tile_tokens
-    longest = -(-max(map(largest_sample, config.adapters)) // tile) * tile
+    sets = [
+        samples for data in prepared.adapters.values() for samples in (data.train, data.eval) if samples is not None
+    ]
+    longest = -(-int(max(samples.lengths.max() for samples in sets)) // tile) * tile
     return [longest, *(size for size in SIZES if size > longest)][:MOST_SIZES]
-
-
-def _shorter(config: JobConfig, jobs: Sequence[AdapterJob]) -> str:
-    """Advice for a job that allows much longer samples than it has."""
-    allowed, longest = max(map(largest_sample, config.adapters)), max(max(job.sample_tokens) for job in jobs)
-    if 2 * longest > allowed:
-        return ""
-    return f"; samples have {longest} tokens at most, so a smaller data.max_length allows smaller microbatches"
 
 
 def _sample(jobs: Sequence[AdapterJob]) -> list[AdapterJob]:
@@ -243,6 +236,7 @@ def _measure(
     choice = Choice(
         **Mesh.of(config)._asdict(),
         capacity_tokens=config.batch.largest,
+        of_data=config.batch.largest < max(map(largest_sample, config.adapters)),
         quantize=config.base.quantize,
         remat=memory.remat,
         memory_bytes=max(stage.total for stage in memory.stages),

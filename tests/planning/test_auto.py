@@ -135,6 +135,24 @@ def test_other_keys_have_no_auto(write, section):
         load_config(write(False, **section))
 
 
+def test_capacities_hold_the_longest_sample_of_the_data_and_no_more(write):
+    file = write(False, batch={"capacity_tokens": "auto", "tile_tokens": 16})
+    held_out = small_jobs.write_rows(file.parent, "held", 6, longest=24)
+
+    def smallest(*settings):
+        config = load_config(file, settings)
+        data = prepare(config)
+        model = ModelConfig.from_hf(base_directory(config))
+        compared = compare_choices(config, model, data, device="h200", gpus=1, vary=config.auto)
+        size = min(choice.capacity_tokens for choice in compared.choices)
+        law = data.adapters["law"]
+        longest = max(int(samples.lengths.max()) for samples in (law.train, law.eval) if samples is not None)
+        assert longest <= size < longest + 16
+        return size
+
+    assert smallest() == smallest("data.max_length=4096") < smallest(f"data.eval={held_out}")
+
+
 def test_a_run_keeps_what_was_chosen(write, tmp_path, monkeypatch):
     job = write(
         False,
@@ -146,7 +164,7 @@ def test_a_run_keeps_what_was_chosen(write, tmp_path, monkeypatch):
     with quick_runs():
         train(load_config(job), tmp_path / "run", listeners=[lambda event: phases.append(getattr(event, "text", ""))])
     kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert isinstance(kept["batch"]["capacity_tokens"], int)
+    assert kept["batch"]["capacity_tokens"] < kept["adapters"][0]["data"]["max_length"]  # as the data needs
     assert kept["base"]["quantize"] == "none"
     assert "auto" not in kept
     assert json.loads((tmp_path / "run" / "run.json").read_text())["auto"].startswith("batch.capacity_tokens=")
@@ -170,6 +188,7 @@ def test_the_reason_does_not_call_a_faster_mesh_the_next_best(other_s, sentence)
         Choice(
             **Mesh(stages, 1, 1, 1)._asdict(),
             capacity_tokens=1024,
+            of_data=False,
             quantize="none",
             remat="everything",
             memory_bytes=stages,
