@@ -1,4 +1,4 @@
-"""Compares the rate model with simulated plans: tokens per second and slowdowns of groups that the policy would form.
+"""Compares the rate model with simulated windows: tokens per second and slowdowns of groups that the policy would form.
 
 `seen` groups have lengths like those that the fluid model was fitted on; `unseen` ones have equal, two-peaked, normal
 and long-tailed lengths, and other batches, ranks and bases.
@@ -11,17 +11,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduling import AdapterJob, make_plan, simulate
+from scheduling import AdapterJob, Plan, simulate
 from scheduling.baselines import one_after_another
 from scheduling.online import TRACES, ChangeCosts, GroupRate, Job, Rates, Worker
 from scheduling.online.facts import stage_costs
 from scheduling.online.sharing import IsolatedRate
 from scheduling.online.traces import BASES, draw_job
 from scheduling.pipeline import one_forward_one_backward
+from scheduling.types import Limits, Slot
+from scheduling.window import Cursor, Tail, plan_window
 
 KIND = ("h200", 140.0)
 STEPS = 80  # of the members in the mean
 ALONE = 12  # batches of an isolated job
+WINDOW_SLOTS = 48
 UNSEEN_BASES = ("mistral-7b", "qwen3-14b", "mistral-small-24b", "llama-3.3-70b")
 
 
@@ -88,7 +91,7 @@ def unseen_lengths(rng: np.random.Generator, count: int = 96) -> list[int]:
 
 
 def compare_group(jobs: Sequence[Job], gpus: int, searched: GroupRate, rates: Rates, played: Played) -> dict:
-    """Plans and simulates about `STEPS` steps of every job; rates count until the first job ends."""
+    """Simulates windows of about `STEPS` steps of every job, as a session plans them, until the first job ends."""
     rate = rates.formed(jobs, KIND, searched.mesh)
     assert rate is not None
     seconds = STEPS / float(np.mean(rate.steps_per_s))
@@ -97,12 +100,12 @@ def compare_group(jobs: Sequence[Job], gpus: int, searched: GroupRate, rates: Ra
             job.name,
             np.resize(job.lengths, max(3, round(seconds * steps)) * job.global_batch).tolist(),
             job.global_batch,
-            weight=job.weight * (1 + 1e-6 * index),  # unequal weights, so that the planner keeps shares
+            weight=job.weight,
         )
-        for index, (job, steps) in enumerate(zip(jobs, rate.steps_per_s, strict=True))
+        for job, steps in zip(jobs, rate.steps_per_s, strict=True)
     ]
     stages, replicas, capacity = rate.mesh
-    plan = make_plan(planned, capacity_tokens=capacity, num_stages=stages, data_parallel=replicas, time_limit_s=0)
+    plan = plan_of_windows(planned, Limits(capacity_tokens=capacity, num_stages=stages, data_parallel=replicas))
     timeline = simulate(plan, stage_costs(jobs[0].shape, KIND[0], stages, rates.recomputes(jobs, KIND, rate.mesh)))
     steps_per_s = _steps_per_s(timeline, jobs)
     per_weight = gpus / sum(job.weight for job in jobs)
@@ -120,6 +123,21 @@ def compare_group(jobs: Sequence[Job], gpus: int, searched: GroupRate, rates: Ra
         "slowdown_errors": " ".join(f"{error:.4f}" for error in errors),
         "slowdown_most": round(max(slowdowns), 3),
     }  # fmt: skip
+
+
+def plan_of_windows(jobs: Sequence[AdapterJob], limits: Limits) -> Plan:
+    """The slots of windows until one of the jobs ends, or all do."""
+    cursors, tail, slots = tuple(Cursor(job=job) for job in jobs), Tail(limits=limits), list[Slot]()
+    while not any(cursor.is_finished for cursor in cursors):
+        window = plan_window(cursors, tail, WINDOW_SLOTS)
+        cursors, tail, slots = window.cursors, window.tail, [*slots, *window.slots]
+    return Plan(
+        jobs=tuple(jobs),
+        slots=tuple(slots),
+        capacity_tokens=limits.capacity_tokens,
+        num_stages=limits.num_stages,
+        data_parallel=limits.data_parallel,
+    )
 
 
 def _steps_per_s(timeline, jobs: Sequence[Job]) -> list[float]:

@@ -6,18 +6,26 @@ batch has to wait leaves its room empty. Packing a few batches of every member c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from operator import mul
 from typing import NamedTuple
 
 from scheduling.online.costs import SlotCost
 from scheduling.online.profile import TILE
 from scheduling.online.sharing import GroupRate, Members, Mesh, between_steps_s, group_rate, share
 from scheduling.online.types import Job
+from scheduling.packing.greedy import MOST_IDLE
+from scheduling.window import GAINS, NEARLY
+
+GAIN = GAINS[-1]
 
 LEAST_SLOTS, MOST_SLOTS = 24, 96  # of a packing
-BATCHES = 4.0  # of the member with the longest batches, if they fit in these slots
+BATCHES = 6.0  # of the member with the longest batches, if they fit in these slots
+
+
+Filled = tuple[list[int], list[int]]  # samples of a member that a slot holds, and those that are left
 
 
 class JointRate(NamedTuple):
@@ -36,22 +44,30 @@ class JointRate(NamedTuple):
 
 @dataclass(slots=True)
 class _Cursor:
-    """A member's position in its data, and the samples of its batch that are left, longest first."""
+    """A member's position in its data, and the samples of its batch that are left, longest first. It goes first in the
+    slot in which it is due, and until it has had one."""
 
     job: Job
     position: int = 0
     left: list[int] = field(default_factory=list[int])
+    begun: bool = False
     ready_slot: int = 0
+    due_slot: float = 0.0
     tokens: int = 0
 
     def open_batch(self) -> None:
         lengths, size = self.job.lengths, self.job.global_batch
-        self.left = sorted((lengths[(self.position + i) % len(lengths)] for i in range(size)), reverse=True)
+        batch = lengths[self.position : self.position + size]
+        while len(batch) < size:
+            batch = (*batch, *lengths[: size - len(batch)])
+        self.left = sorted(batch, reverse=True)
         self.position = (self.position + size) % len(lengths)
+        self.begun = False
 
 
 def pack_together(members: Sequence[Job], mesh: Mesh, slots: int) -> JointRate:
-    """Packs slots one after the other: the member with the least tokens for its weight comes first.
+    """Packs slots one after the other, by the rules of windows: the member that was served least for its weight comes
+    first, unless another order fills the slot much better.
 
     A member's next batch may start `stages` slots after the last one of its batch. Its samples in a microbatch are
     padded to whole tiles.
@@ -60,26 +76,72 @@ def pack_together(members: Sequence[Job], mesh: Mesh, slots: int) -> JointRate:
     >>> pack_together(jobs, Mesh(1, 1, 4096), 10).tokens
     4000.0
     """
-    cursors = [_Cursor(job) for job in members]
+    fair, improvable = _pack(members, mesh, slots, inf)
+    if not improvable or fair.tokens >= NEARLY * mesh.capacity_tokens * mesh.replicas:
+        return fair
+    fuller, _ = _pack(members, mesh, slots, GAIN)
+    return fair if fair.tokens >= NEARLY * fuller.tokens else fuller
+
+
+def _pack(members: Sequence[Job], mesh: Mesh, slots: int, gain: float) -> tuple[JointRate, bool]:
+    """What slots hold if another order than the fair one is taken for those that it fills `gain` times fuller; and
+    whether one might."""
+    cursors, room = [_Cursor(job) for job in members], mesh.capacity_tokens * mesh.replicas
+    patience = {job.name: max(MOST_IDLE, sum(other.weight for other in members) / job.weight) for job in members}
     tokens = squares = 0
+    improvable = False
     for slot in range(slots):
-        rooms = [mesh.capacity_tokens] * mesh.replicas
-        turns = sorted(cursors, key=lambda cursor: cursor.tokens / cursor.job.weight)
+        turns = [cursor for cursor in cursors if slot >= cursor.ready_slot]
         for cursor in turns:
-            if slot < cursor.ready_slot:
-                continue
             if not cursor.left:
                 cursor.open_batch()
-            packed = _fill(rooms, cursor.left)
-            taken = sum(packed)
+        turns.sort(key=lambda cursor: (cursor.due_slot > slot, cursor.tokens / cursor.job.weight))
+        filled = _fill_slot(turns, mesh)
+        if len(turns) > 1 and _tokens(filled) * GAIN < room and any(rest for _, rest in filled):
+            improvable = True
+            turns, filled = (turns, filled) if gain == inf else _fuller(turns, filled, mesh, slot, gain)
+        for cursor, (samples, rest) in zip(turns, filled, strict=True):
+            if not samples:
+                continue
+            taken = sum(samples)
             cursor.tokens += taken
             tokens += taken
-            squares += sum(length * length for length in packed)
-            if not cursor.left:
+            squares += sum(map(mul, samples, samples))
+            cursor.left = rest
+            cursor.begun, cursor.due_slot = True, slot + 1 + patience[cursor.job.name]
+            if not rest:
                 cursor.ready_slot = slot + mesh.stages
     means = [sum(job.lengths) / len(job.lengths) * job.global_batch for job in members]
     steps = tuple(cursor.tokens / mean / slots for cursor, mean in zip(cursors, means, strict=True))
-    return JointRate(steps, tokens / slots, squares / slots)
+    return JointRate(steps, tokens / slots, squares / slots), improvable
+
+
+def _fuller(
+    turns: list[_Cursor], fair: list[Filled], mesh: Mesh, slot: int, gain: float
+) -> tuple[list[_Cursor], list[Filled]]:
+    """The order that fills a slot best, members that are due in front, if it holds `gain` times the fair one."""
+    due = [index for index, cursor in enumerate(turns) if cursor.due_slot <= slot]
+    others = [index for index, cursor in enumerate(turns) if cursor.due_slot > slot]
+    keys: tuple[Callable[[int], int], ...] = (
+        lambda index: sum(turns[index].left),
+        lambda index: turns[index].left[0],
+        lambda index: turns[index].begun,
+    )
+    best, most, first = (turns, fair), gain * _tokens(fair), (*range(len(turns)),)
+    for order in dict.fromkeys((*due, *sorted(others, key=key, reverse=True)) for key in keys):
+        if order == first:
+            continue
+        other = [turns[index] for index in order]
+        filled = _fill_slot(other, mesh)
+        if (tokens := _tokens(filled)) > most:
+            best, most = (other, filled), tokens
+    return best
+
+
+def _fill_slot(turns: Sequence[_Cursor], mesh: Mesh) -> list[Filled]:
+    """The samples that each member gets into a slot, if they take it in turns."""
+    rooms = [mesh.capacity_tokens] * mesh.replicas
+    return [_fill(rooms, cursor.left) for cursor in turns]
 
 
 def joint_rate(jobs: Sequence[Job], members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
@@ -98,22 +160,30 @@ def joint_rate(jobs: Sequence[Job], members: Members, mesh: Mesh, cost: SlotCost
     return group_rate(mesh, steps, joint.tokens / slot_s, members.fair, members.bounds, joint.tokens / room)
 
 
-def _fill(rooms: list[int], left: list[int]) -> list[int]:
-    """Takes the samples that fit off `left`, longest first, into the fullest microbatch that holds them."""
+def _tokens(filled: Sequence[Filled]) -> int:
+    return sum([sum(samples) for samples, _ in filled])
+
+
+def _fill(rooms: list[int], left: Sequence[int]) -> Filled:
+    """Puts the samples that fit, longest first, into the fullest microbatch that holds them, and takes their room."""
     packed: list[int] = []
     rest: list[int] = []
-    free = list(rooms)
-    for length in left:  # without min(): a decision asks for hundreds of thousands of samples
+    free, roomiest, shortest, several = list(rooms), max(rooms), left[-1], len(rooms) > 1
+    for at, length in enumerate(left):  # without min(): a decision asks for hundreds of thousands of samples
+        if length > roomiest:
+            if shortest > roomiest:
+                rest += left[at:]
+                break
+            rest.append(length)
+            continue
         fullest, least = -1, inf
         for index, room in enumerate(free):
             if length <= room < least:
                 fullest, least = index, room
-        if fullest >= 0:
-            free[fullest] -= length
-            packed.append(length)
-        else:
-            rest.append(length)
+        free[fullest] -= length
+        packed.append(length)
+        if least == roomiest:
+            roomiest = max(free) if several else free[0]
     for index, room in enumerate(free):
         rooms[index] -= -(-(rooms[index] - room) // TILE) * TILE
-    left[:] = rest
-    return packed
+    return packed, rest

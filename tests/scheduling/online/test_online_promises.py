@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from more_cases import nightly
 
+from benchmarks.online_traces import HELD_OUT, held_out_trace
 from scheduling.online import (
     POLICIES,
     ChangeCosts,
@@ -23,6 +24,7 @@ from scheduling.online import (
 from scheduling.online.costs import rank_class
 from scheduling.online.patience import step_cost
 from scheduling.online.policies.ours.claims import weigh
+from scheduling.online.traces import TRACES, generate_trace
 
 RATES = Rates()
 KIND = ("h200", 140.0)
@@ -139,6 +141,33 @@ def test_a_bound_holds_from_the_first_step_to_the_last(seed):
     result = simulate_cluster(jobs, [Worker("one", 1)], rates=RATES)
     assert max(len(span.members) for span in result.accounts.groups) > 1
     assert result.summary()["bounds_broken"] == 0
+
+
+def host_trace(trace, gpus, load, seed):
+    make = generate_trace if trace in TRACES else held_out_trace
+    small = {"bases": {"qwen3-8b": 0.5, "mistral-7b": 0.3, "qwen3-14b": 0.2}} if trace in TRACES and gpus < 8 else {}
+    workers = [Worker("one", gpus)]
+    return make(trace, jobs=80, workers=workers, load=load, seed=seed, rates=RATES, **small), workers
+
+
+@pytest.mark.parametrize(
+    ("trace", "gpus", "load", "seed"),
+    [
+        ("pareto", 8, 1.3, 4),  # sessions that open together share the rate of loading
+        ("sweeps", 2, 1.3, 2),  # the last member of a group ends alone, on a mesh that was chosen for two
+        *(
+            nightly(trace, gpus, load, seed)
+            for gpus, load in ((8, 0.7), (8, 1.0), (8, 1.3), (2, 1.3), (1, 1.0))
+            for seed in range(5)
+            for trace in (*HELD_OUT, *TRACES)
+        ),
+    ],
+)
+def test_bounds_hold_in_whole_traces(trace, gpus, load, seed):
+    jobs, workers = host_trace(trace, gpus, load, seed)
+    result = simulate_cluster(jobs, workers, rates=RATES)
+    assert result.summary()["bounds_broken"] == 0
+    assert result.refusals == ()
 
 
 def test_a_longer_queue_makes_jobs_share():

@@ -2,6 +2,7 @@
 
 from statistics import mean
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,9 +11,11 @@ from scheduling import simulate
 from scheduling.baselines import one_after_another
 from scheduling.online import SHAPES, Job, Mesh, ModelShape, Rates, ShapeFacts
 from scheduling.online.facts import GIB, stage_bytes, stage_costs
+from scheduling.online.joint import pack_together
 from scheduling.online.sharing import fair_shares
 from scheduling.pipeline import one_forward_one_backward
-from scheduling.types import AdapterJob
+from scheduling.types import AdapterJob, Limits
+from scheduling.window import Cursor, Tail, plan_window
 
 RATES = Rates()
 KIND = ("h200", 140.0)
@@ -58,6 +61,25 @@ def test_members_share_full_microbatches_by_weight():
     members = [job("a", lengths=[300], global_batch=200), job("b", lengths=[300], global_batch=200, weight=3.0)]
     for rate in (RATES.on_mesh(members, KIND, Mesh(1, 1, 4096)), RATES.formed(members, KIND, Mesh(1, 1, 4096))):
         assert rate.steps_per_s[1] == pytest.approx(3 * rate.steps_per_s[0], rel=0.1)
+
+
+@pytest.mark.parametrize("batches", [(8, 2), (16, 1)])
+def test_groups_train_as_their_windows_do(batches):
+    """Beside small batches, samples nearly as long as a microbatch wait until their job goes first."""
+    rng = np.random.default_rng(1)
+    long = np.clip(rng.lognormal(np.log(1024), 0.9, 400), 32, 4096).astype(int).tolist()
+    short = np.clip(rng.lognormal(5, 0.7, 400), 32, 512).astype(int).tolist()
+    members = [job("long", lengths=long, global_batch=batches[0]), job("short", lengths=short, global_batch=batches[1])]
+    packed = pack_together(members, Mesh(1, 1, 4096), 96)
+    cursors = [Cursor(job=AdapterJob(m.name, list(m.lengths) * 20, m.global_batch)) for m in members]
+    tail, tokens = Tail(limits=Limits(capacity_tokens=4096, num_stages=1)), 0.0
+    for _ in range(4):
+        window = plan_window(cursors, tail, 48)
+        cursors, tail, tokens = window.cursors, window.tail, tokens + window.density * 4096 / 4
+    assert tokens / 4096 > 0.7
+    assert packed.tokens == pytest.approx(tokens, rel=0.06)
+    taken = [cursor.batch / 192 for cursor in cursors]
+    assert packed.steps == pytest.approx(taken, rel=0.2)
 
 
 def test_members_take_room_for_their_own_ranks():

@@ -28,7 +28,7 @@ def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack 
             continue
         more = [*members, name]
         rate = appraiser.rate(more, kind, gpus)
-        if rate is not None and not _may_move(search, more, kind, rate):
+        if rate is not None and not search.trained.isdisjoint(more) and not _stay_within(search, more, kind, rate):
             rate = None
         if rate is not None and (gained := appraiser.worth(more, rate)) > worth:
             members, worth, misses = more, gained, 0
@@ -37,16 +37,17 @@ def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack 
             misses += 1
     for members, rate in reversed(grown):  # the largest whose bounds hold as batches are packed
         packed = appraiser.packed(members, kind, rate)
-        if packed is not None and (packed is rate or _may_move(search, members, kind, packed)):
+        if packed is not None and _stay_within(search, members, kind, packed):
             return Pack(members, packed, appraiser.worth(members, packed), search.lasts_s(members, packed))
     return None
 
 
-def _may_move(search: Search, members: Sequence[str], kind: Kind, rate: GroupRate) -> bool:
-    """Whether members that this decision takes out of other groups stay within their bounds while the session opens."""
-    return search.trained.isdisjoint(members) or search.appraiser.tolerates(
-        search.trained, rate, members, kind, search.open_s(members[0])
-    )
+def _stay_within(search: Search, members: Sequence[str], kind: Kind, rate: GroupRate) -> bool:
+    """Whether members stay within their bounds, also those that this decision takes out of other groups, which stop
+    while the session opens."""
+    stays = search.trained.isdisjoint(members)
+    stop_s = 0.0 if stays else search.move_s(members[0], search.draft.names_of(kind))
+    return search.appraiser.tolerates(search.trained, rate, members, kind, stop_s)
 
 
 def first_pack(search: Search, base: str, kind: Kind, gpus: int) -> Pack | None:

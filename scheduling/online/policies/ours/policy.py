@@ -7,6 +7,7 @@ while groups stop for it.
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 
 from scheduling.online.patience import Sizes, StepCost, step_cost, worker_sizes
@@ -47,8 +48,7 @@ class Ours:
             return []
         self._forget_ended(state)
         self._prepare_new(state)
-        sizes = worker_sizes(state)
-        claims = weigh(state, now, self.settings, lambda job: self._step_cost(job, sizes))
+        claims = weigh(state, now, self.settings, partial(self._step_cost, worker_sizes(state)))
         search = Search(self.rates, self.settings, state, now, claims)
         repair(search)
         priority = search.next_priority(inf)
@@ -82,7 +82,7 @@ class Ours:
         if new:
             self.rates.prepare(new)
 
-    def _step_cost(self, job: Job, sizes: Sizes) -> StepCost:
+    def _step_cost(self, sizes: Sizes, job: Job) -> StepCost:
         known = self._known.get(job.name)
         if known is None or known[0] is not job or known[1] != sizes:
             known = self._known[job.name] = (job, sizes, step_cost(self.rates, job, sizes))

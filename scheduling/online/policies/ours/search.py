@@ -104,12 +104,24 @@ class Search:
             self._open_s[job.base_name] = self.rates.changes.open_s(job.shape)
         return self._open_s[job.base_name]
 
+    def move_s(self, name: str, workers: Iterable[str]) -> float:
+        """Seconds for which running jobs stop for a new session on one of these workers, beside all that open there."""
+        loading = max(map(self._loading, workers))
+        return self.rates.changes.open_s(self.job(name).shape, loading) + self.rates.changes.move_s
+
+    def _loading(self, worker: str) -> int:
+        """Sessions of a worker that open, or will by this decision."""
+        groups = self.draft.by_worker[worker].values()
+        before = self.state.groups
+        return sum([g.is_new or g.ready_s > self.now or g.gpus != before[g.name].gpus for g in groups])
+
     def change_s(self, group: DraftGroup, members: Sequence[str], rate: GroupRate) -> float:
         """Seconds for which a group stops to take these members."""
         if group.is_new:
-            return self.open_s(members[0])
+            return self.move_s(members[0], [group.worker])
         same = group.mesh == rate.mesh and self._rank_class(members) <= self._rank_class(group.members)
-        return self.rates.changes.stop_s(same)
+        moves = not self.trained.isdisjoint(set(members).difference(self.state.groups[group.name].members))
+        return self.rates.changes.stop_s(same) + (self.rates.changes.move_s if moves else 0.0)
 
     def _rank_class(self, names: Sequence[str]) -> int:
         return rank_class([self.state.jobs[name].job.rank for name in names])

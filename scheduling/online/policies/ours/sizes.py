@@ -55,7 +55,9 @@ def _split_of(search: Search, group: DraftGroup) -> _Split | None:
     open_s, (base, pack) = search.open_s(group.members[0]), packed
     effect_s = min(search.settings.horizon_s, pack.lasts_s)
     gain = (rest + pack.worth) * (1 - open_s / effect_s) - worth * (1 + search.settings.margin)
-    if gain <= 0 or not appraiser.tolerates(group.members, rate, group.members, kind, open_s):
+    if gain <= 0 or not appraiser.tolerates(
+        group.members, rate, group.members, kind, search.move_s(group.members[0], [group.worker])
+    ):
         return None
     return _Split(gain, group, rate, base, pack)
 
@@ -117,4 +119,5 @@ def _gain(search: Search, groups: list[DraftGroup], members: list[str], kind: Ki
     lasts_s = min(search.settings.horizon_s * 2, search.lasts_s(members, rate))
     if after * (lasts_s - open_s) <= before * lasts_s * (1 + search.settings.margin):
         return None
-    return after - before if search.appraiser.tolerates(members, rate, members, kind, open_s) else None
+    move_s = search.move_s(members[0], [groups[0].worker])
+    return after - before if search.appraiser.tolerates(members, rate, members, kind, move_s) else None

@@ -54,7 +54,7 @@ class Appraiser:
 
         A job alone in its group may exceed its bound.
         """
-        if len(names) > self.settings.most_members or (len(names) > 1 and not self.settings.grouping):
+        if len(names) > (self.settings.most_members if self.settings.grouping else 1):
             return None
         known = self.rates.known_group(self._keys_of(names), kind, gpus)
         return self._allowed(names, known or self.rates.group(self.jobs(names), kind, gpus))
@@ -139,23 +139,42 @@ class Appraiser:
     def tolerates(
         self, names: Container[str], rate: GroupRate, members: Sequence[str], kind: Kind, stall_s: float
     ) -> bool:
-        """Whether every running member stays within its bound to its end, including this stop and all earlier ones."""
-        if stall_s <= 0:
-            return True
+        """Whether every member stays within its bound to its end, including this stop of those that run and all earlier
+        ones, and what the last one takes alone after the others have ended."""
         formed = self._formed(members, kind, rate.mesh)
         if formed is None:
             return False
         rate = self._measured(members, formed) if self.measured else formed
-        for name, slowdown, steps in zip(members, rate.slowdowns, rate.steps_per_s, strict=True):
-            if name not in names:
-                continue
+        ahead = [
+            self.state.jobs[name].left_steps(self.now) / steps
+            for name, steps in zip(members, rate.steps_per_s, strict=True)
+        ]
+        last = max(range(len(members)), key=ahead.__getitem__)
+        for index, (name, slowdown) in enumerate(zip(members, rate.slowdowns, strict=True)):
             mine = self.state.jobs[name]
-            ahead = mine.left_steps(self.now) / steps
-            since = max(0.0, self.now - mine.at_s)
+            since = max(0.0, self.now - mine.at_s) if mine.group is not None else 0.0
             before, alone = mine.in_groups_s + since, mine.alone_s + since / max(1.0, slowdown)
-            if before + stall_s + ahead > mine.job.max_slowdown * (alone + ahead / slowdown):
+            before += stall_s if name in names else 0.0
+            if index == last and len(members) > 1:
+                shared_s = sorted(ahead)[-2]
+                left = (ahead[index] - shared_s) * rate.steps_per_s[index]
+                before, alone = before + shared_s, alone + shared_s / slowdown
+                if not self._ends_alone(name, kind, rate.mesh, left, before, alone):
+                    return False
+            elif before + ahead[index] > mine.job.max_slowdown * (alone + ahead[index] / slowdown):
                 return False
         return True
+
+    def _ends_alone(self, name: str, kind: Kind, mesh: Mesh, steps: float, in_groups_s: float, alone_s: float) -> bool:
+        """Whether a job keeps its bound if it takes its last steps alone, on this mesh or on its best one."""
+        job, speed = self.state.jobs[name].job, self.state.jobs[name].speed
+        stay, best = self.rates.on_mesh([job], kind, mesh), self.rates.isolated_rate(job, kind, mesh.gpus)
+        ways = [(0.0, stay.steps_per_s[0], stay.slowdowns[0])] if stay else []
+        ways += [(self.rates.changes.stop_s(False), 1 / best.step_s, 1.0)] if best else []
+        return any(
+            in_groups_s + stop_s + (rest_s := steps / rate / speed) <= job.max_slowdown * (alone_s + rest_s / slowdown)
+            for stop_s, rate, slowdown in ways
+        )
 
     def reason(self, members: Sequence[str], rate: GroupRate, kind: Kind, instead_of: Iterable[DraftGroup] = ()) -> str:
         """Why a group is formed: gain in tokens per second over the groups that it replaces, and what it costs."""
