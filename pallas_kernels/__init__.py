@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from pallas_kernels.device import KERNEL_CALLS as KERNEL_CALLS
     from pallas_kernels.device import compiler_options as compiler_options
+    from pallas_kernels.device import target as target
     from pallas_kernels.dropout import Dropout as Dropout
     from pallas_kernels.dropout import fold_key as fold_key
     from pallas_kernels.linear.api import lora_linear as lora_linear

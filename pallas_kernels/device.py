@@ -4,17 +4,55 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes.util import find_library
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.policy import HOPPER_SMS
 
 SHARED_KIB = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227, "11.0": 227}  # of other GPUs: 99
 LEAST_SHARED_KIB = 99  # what all from sm_80 on have
+
+TARGETS = {  # the vendor's name, as jax knows it, and multiprocessors
+    "h200": ("NVIDIA H200", 132),
+    "h100": ("NVIDIA H100 80GB HBM3", 132),
+    "a100": ("NVIDIA A100-SXM4-80GB", 108),
+    "l40s": ("NVIDIA L40", 142),
+    "a10": ("NVIDIA A10", 72),
+}
+KERNEL_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")  # custom calls that programs with our kernels hold
+
+
+@contextmanager
+def target(name: str) -> Iterator[None]:
+    """Traces programs of one device for a GPU that this machine need not have, with its kernels.
+
+    Without it, `jax.export` and `lower(lowering_platforms=("cuda",))` on another machine take what that machine
+    prefers, which is XLA's form.
+
+    Args:
+        name: h200, h100, a100, l40s or a10.
+
+    Raises:
+        ValueError: there is no such target.
+
+    Example:
+        >>> with target("h200"):
+        ...     is_hopper(), device_kind()
+        (True, 'NVIDIA H200')
+    """
+    if name not in TARGETS:
+        raise ValueError(f"target {name!r} is not known: one of {', '.join(TARGETS)}")
+    kind, cores = TARGETS[name]
+    device = AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        yield
 
 
 def target_platform() -> str:

@@ -373,3 +373,19 @@ def test_siblings_with_padding_lower_for_hopper():
         lowered(H200, lambda arguments: layer(arguments, "pallas_mosaic_gpu"), arguments)
     text = lowered(H200, lambda arguments: layer(arguments, "pallas_triton"), arguments)
     assert text.count("__gpu$xla.gpu.triton") == 4  # bits, S of all; two products
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("h200", True), ("h100", True), ("a100", False), ("l40s", False)])
+def test_a_named_target_decides_which_kernels_are_lowered(name, kernels):
+    """The call of a user; tracing again without the target gives this machine's program."""
+    shapes = [(2048, 1024), (1024, 1024), (1024, 16), (16, 1024)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    layer = jax.jit(partial(pk.lora_linear, scale=2.0))
+    with pk.target(name):
+        named = layer.trace(*arguments)
+        assert ("core_map" in str(named.jaxpr) or "mpmd_map" in str(named.jaxpr)) is kernels
+    assert "core_map" not in str(layer.trace(*arguments).jaxpr)
+    if kernels and name == "h100":
+        assert num_kernels(named.lower(lowering_platforms=("cuda",)).as_text())[1] > 0
+    with pytest.raises(ValueError, match="'b200' is not known: one of h200"), pk.target("b200"):
+        pass
