@@ -5,6 +5,7 @@ K in · N out · R padded rank · A adapters
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +19,13 @@ from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.exchanged_class import exchanged_class, own_class
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.lora_product import Leaves, expert_products, lora_product
-from lorafusion_jax.modules.plan import LoRAPlan
+from lorafusion_jax.modules.plan import Calls, LoRAPlan
 from lorafusion_jax.modules.product import Product, Result, Stored, exchange_product, unsupported_linear
 from lorafusion_jax.modules.siblings import Call, product_beside_siblings
 from lorafusion_jax.modules.tree import Path, dotted
 from lorafusion_jax.modules.use import context_of
+
+TABULATED = "_nnx_tabulate_id"  # attribute of the modules in the copy that `nnx.tabulate` runs
 
 
 class LoRAConstant(nnx.Variable):
@@ -40,7 +43,10 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
     the adapter's x.
     """
     plan: LoRAPlan = layer.lora_plan
-    chosen = context_of(len(plan.adapters))
+    tabulated = hasattr(layer, TABULATED)
+    chosen = context_of(plan, tabulated=tabulated)
+    if tabulated:  # for shapes only, which adapters do not change; it also wraps the methods of classes
+        return inspect.unwrap(own_class(layer).__call__)(layer, *args, **options)
     context = chosen or _default(layer, plan)
     leaves = {leaf.name: getattr(layer, leaf.name)[...] for leaf in plan.leaves}
     experts = plan.linear.experts
@@ -91,14 +97,16 @@ def adapt(
     members: Sequence[int],
     largest: tuple[int, int],
     shared: dict[str, LoRAConstant],
+    calls: Calls,
 ) -> None:
     """Adds adapters to a layer in place. Its frozen weight stays the same variable.
 
     Args:
         largest: K and N of the tensors that layers share.
         shared: these tensors by name, filled by the first layer. A stack of layers has its own.
+        calls: of all layers of the model.
     """
-    plan = LoRAPlan.of(dotted(path), linear, adapters, members)
+    plan = LoRAPlan.of(dotted(path), linear, adapters, members, calls)
 
     def weight() -> Array:
         variable = getattr(layer, linear.weight)

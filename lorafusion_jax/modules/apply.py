@@ -12,6 +12,8 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import adapt
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.match import check_model, find_targets
+from lorafusion_jax.modules.plan import Calls
+from lorafusion_jax.modules.tree import dotted
 from lorafusion_jax.modules.unmatched import describe_left_out
 
 
@@ -81,12 +83,11 @@ def apply_lora(
     )
     linears = [candidate.linear for candidate, _ in targeted.values() if isinstance(candidate.linear, Linear)]
     largest = max(linear.in_features for linear in linears), max(linear.out_features for linear in linears)
-    shared = {}
+    shared, calls = {}, Calls(map(dotted, targeted))
     for path, (candidate, members) in targeted.items():
         assert isinstance(candidate.linear, Linear)
-        adapt(
-            candidate.module, candidate.linear, adapters, path, [names.index(name) for name in members], largest, shared
-        )
+        indices = [names.index(name) for name in members]
+        adapt(candidate.module, candidate.linear, adapters, path, indices, largest, shared, calls)
     if left_out:
         warnings.warn(describe_left_out([candidate.refused for candidate in left_out]), UserWarning, stacklevel=2)
     return model

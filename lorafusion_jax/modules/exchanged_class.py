@@ -12,7 +12,22 @@ from flax import nnx
 @cache
 def exchanged_class(cls: type, prefix: str, call: Callable[..., Any]) -> type:
     """Returns a subclass of a module's class that is called otherwise: `isinstance` still holds."""
-    return type(f"{prefix}{cls.__name__}", (cls,), {"__call__": call, "lora_class": cls, "__module__": cls.__module__})
+
+    def __call__(module: Any, *args: Any, **options: Any) -> Any:  # named like any module's, for `nnx.tabulate`
+        return call(module, *args, **options)
+
+    def reduce(module: Any, protocol: Any) -> tuple:
+        """Names how the class is made: pickle looks a class up by its name, and no module has this one."""
+        return (_new, (cls, prefix, call), *super(made, module).__reduce_ex__(protocol)[2:])
+
+    members = {"__call__": __call__, "lora_class": cls, "__module__": cls.__module__, "__reduce_ex__": reduce}
+    made = type(f"{prefix}{cls.__name__}", (cls,), members)
+    return made
+
+
+def _new(cls: type, prefix: str, call: Callable[..., Any]) -> Any:
+    made = exchanged_class(cls, prefix, call)
+    return made.__new__(made)
 
 
 def own_class(module: nnx.Module) -> type:

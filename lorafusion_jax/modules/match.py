@@ -237,7 +237,7 @@ def unknown_class(module: nnx.Module) -> str:
 
 
 def _line(name: str, weight: str, ndim: int) -> str:
-    letters = "kmn"[:ndim] if ndim > 2 else "kn"
+    letters = f"k{'hijlmn'[1 - ndim :]}"
     return f"register_linear({name}, weight='{weight}', equation='...k,{letters}->...{letters[1:]}')"
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,18 @@ from lorafusion_jax.adapters.table import adapter_kind, leaves_of
 from lorafusion_jax.modules.linear import Linear
 
 
+class Calls:
+    """Which adapted layers of a model have run in this process. Its plans share one; programs do not depend on it."""
+
+    def __init__(self, paths: Iterable[str], ran: Iterable[str] = ()):
+        self.paths, self.ran = tuple(paths), set(ran)
+
+    def uncalled(self, ran: Collection[str] | None = None) -> list[str]:
+        """Returns the layers that did not run, where others did."""
+        ran = self.ran if ran is None else ran
+        return [path for path in self.paths if path not in ran] if ran else []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAPlan:
     """Static data of an adapted layer.
@@ -32,6 +44,7 @@ class LoRAPlan:
         adapters: adapters of the model, in stacking order.
         members: indices of the adapters that target this layer.
         rank: R.
+        calls: of the model's layers (None: they are found by running the model).
     """
 
     path: str
@@ -39,12 +52,16 @@ class LoRAPlan:
     adapters: tuple[AdapterSpec, ...]
     members: tuple[int, ...]
     rank: int
+    calls: Calls | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, path: str, linear: Linear, adapters: Sequence[AdapterSpec], members: Sequence[int]) -> LoRAPlan:
+    def of(
+        cls, path: str, linear: Linear, adapters: Sequence[AdapterSpec], members: Sequence[int],
+        calls: Calls | None = None,
+    ) -> LoRAPlan:  # fmt: skip
         """Pads to the largest rank of the members."""
         rank = max(adapters[index].rank for index in members)
-        return cls(path=path, linear=linear, adapters=tuple(adapters), members=tuple(members), rank=rank)
+        return cls(path=path, linear=linear, adapters=tuple(adapters), members=tuple(members), rank=rank, calls=calls)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.errors import ConfigError, RunError, first_few
 from lorafusion_jax.modules.context import LoRAContext
+from lorafusion_jax.modules.plan import Calls, LoRAPlan
 
 
 @dataclass(slots=True)
@@ -22,17 +24,19 @@ class _Use:
     context: LoRAContext
     staged: bool  # entered while a jitted function was being traced
     seen: bool = False
+    ran: dict[Calls, set[str]] = field(default_factory=dict)  # layers of each model
 
 
 # A function that the model itself jits is traced again for every use, so that its program cannot keep an old table.
 _use_number = jax.make_user_context(default_value=None)
 _current: ContextVar[_Use | None] = ContextVar("lorafusion_adapters", default=None)
+SHOWN = 8  # layers that a message names
 _INSIDE = "enter `use_adapters` inside the jitted function, and pass the table as an argument"
 
 
 @contextmanager
 def use_adapters(
-    adapters: LoRAContext | Sequence[AdapterSpec], table: Any = None, **options: Any
+    adapters: LoRAContext | Sequence[AdapterSpec], table: Any = None, *, allow_uncalled: bool = False, **options: Any
 ) -> Iterator[LoRAContext]:
     """Sets the adapter of each row for layers from `apply_lora`.
 
@@ -59,6 +63,7 @@ def use_adapters(
     Args:
         adapters: the adapters given to `apply_lora`, in the same order, or a context.
         table: adapter of each example (leading axis of the layers' inputs) or of each row, -1 for none.
+        allow_uncalled: do not warn of adapted layers that do not run, as where only a part of the model does.
         options: `step`, `train`, `only` and other options of `LoRAContext.of`.
 
     Raises:
@@ -66,6 +71,9 @@ def use_adapters(
         RunError: `lora.context-outside-jit` or `lora.context-unused`, it was entered around a jitted function, which
             would keep the table of its first call; `lora.other-adapters`, the number of adapters differs from the
             model's; `lora.table-rows`, the table has neither one entry per example nor one per row.
+
+    Warns:
+        UserWarning: an adapted layer never ran where others of its model did: its adapters have no effect.
     """
     use = _Use(_context(adapters, table, options), staging())
     token = _current.set(use)
@@ -81,19 +89,37 @@ def use_adapters(
             why="a jitted function that is already compiled does not see it",
             fix=_INSIDE,
         )
+    uncalled = [path for calls, ran in use.ran.items() for path in calls.uncalled(ran)]
+    if uncalled and not allow_uncalled:
+        warnings.warn(
+            f"[lora.uncalled] adapted layers never ran inside `use_adapters`: {first_few(uncalled, SHOWN)}. Their "
+            "adapters have no effect and no gradient, because something else reads their weights, or only a part of "
+            "the model runs. fix: apply_lora(…, exclude=…); or use_adapters(…, allow_uncalled=True)",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
-def context_of(count: int) -> LoRAContext | None:
-    """Returns the current context for a layer with `count` adapters; None outside of `use_adapters`.
+def context_of(plan: LoRAPlan, *, tabulated: bool = False) -> LoRAContext | None:
+    """Returns the current context for an adapted layer, which runs; None outside of `use_adapters`.
+
+    Args:
+        tabulated: `nnx.tabulate` runs it, for its shapes only.
 
     Raises:
         RunError: see `use_adapters`.
     """
+    if plan.calls is not None:
+        plan.calls.ran.add(plan.path)
     use = _current.get()
     if use is None:
         return None
-    check_inside(use.staged)
+    if not tabulated:
+        check_inside(use.staged)
     use.seen = True
+    if plan.calls is not None:
+        use.ran.setdefault(plan.calls, set()).add(plan.path)
+    count = len(plan.adapters)
     if len(use.context.scale) != count:
         raise RunError(
             "lora.other-adapters",

@@ -5,7 +5,7 @@ K in · N out · R padded rank · r an adapter's rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from safetensors.numpy import load_file, save
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.errors import CheckpointError, ConfigError, first_few
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.modules.adapted import adapted_class
 from lorafusion_jax.modules.exchanged_class import own_class
 from lorafusion_jax.modules.linen_held import LinenAdapters
 from lorafusion_jax.modules.match import check_owners
 from lorafusion_jax.modules.merging import merged_weight
-from lorafusion_jax.modules.plan import LoRAPlan
+from lorafusion_jax.modules.plan import Calls, LoRAPlan
 from lorafusion_jax.modules.tree import dotted, walk
+from lorafusion_jax.modules.use import SHOWN
 
 BASE = "lora_base"  # attribute of the original weight while an adapter is merged
 
@@ -140,6 +141,10 @@ def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
     targeted = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
     _check_unquantised(model)
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
+    calls = Calls(
+        (plan.path for plan, _ in targeted.values()),
+        (plan.path for plan, _ in targeted.values() if plan.calls and plan.path in plan.calls.ran),
+    )
     for number, layer in layers.items():
         if number not in targeted:
             _strip(layer)
@@ -154,11 +159,11 @@ def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
             tensor = np.take(np.asarray(getattr(layer, key)[...]), [index], stack)
             variable = type(getattr(layer, key))
             setattr(layer, key, variable(jnp.asarray(leaves[key].at_rank(tensor, spec.rank))))
-        layer.lora_plan = replace(plan, adapters=(spec,), members=(0,), rank=spec.rank)
+        layer.lora_plan = replace(plan, adapters=(spec,), members=(0,), rank=spec.rank, calls=calls)
     return model
 
 
-def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Module:
+def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False, allow_uncalled: bool = False) -> nnx.Module:
     """Merges one adapter into the frozen weights, in place, and restores the plain layers.
 
     W + scale · A B, rounded once to the dtype of W.
@@ -168,10 +173,13 @@ def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Mo
         name: name of the adapter.
         keep: keep all adapters and the original weights for `unmerge_adapter`. Otherwise both are removed; merge a
             copy, `nnx.clone(model)`, if you need them.
+        allow_uncalled: merge layers, too, that never ran where others of the model did. Whoever reads their weights
+            then computes with the adapter, unlike before.
 
     Raises:
         ConfigError: `lora.unknown-adapter`; `lora.merged`, an adapter is already merged; `lora.merge-quantized`, the
-            frozen weights are stored in fewer bytes; `lora.shared-weight`, a weight has several layers.
+            frozen weights are stored in fewer bytes; `lora.shared-weight`, a weight has several layers;
+            `lora.uncalled`, see `allow_uncalled`.
     """
     if isinstance(model, LinenAdapters):
         fix = "LinenLoRA.merge(model, variables, adapters, name, …)"
@@ -181,6 +189,8 @@ def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Mo
     targeted = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
     check_owners(model)
     _check_unquantised(model)
+    if not allow_uncalled:
+        _check_called([plan for plan, _ in targeted.values()])
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
     for number, layer in layers.items():
         weight = getattr(layer, layer.lora_plan.linear.weight)
@@ -217,6 +227,19 @@ def unmerge_adapter(model: nnx.Module) -> nnx.Module:
         delattr(layer, BASE)
         layer.__class__ = adapted_class(type(layer))
     return model
+
+
+def _check_called(plans: Sequence[LoRAPlan]) -> None:
+    calls, paths = next(iter(plans)).calls, {plan.path for plan in plans}
+    uncalled = [path for path in calls.uncalled() if path in paths] if calls is not None else []
+    if uncalled:
+        raise ConfigError(
+            "lora.uncalled",
+            f"adapted layers never ran, while others of the model did: {first_few(uncalled, SHOWN)}.",
+            why="something else reads their weights, which merging changes: the merged model would compute another "
+            "function than the model with its adapter",
+            fix="apply_lora(…, exclude=…) leaves them out; merge_adapter(…, allow_uncalled=True) merges them anyway",
+        )
 
 
 def _check_unquantised(model: nnx.Module) -> None:

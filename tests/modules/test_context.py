@@ -1,5 +1,9 @@
 """One context, right by default: tables, dropout and steps."""
 
+import contextlib
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +13,8 @@ from flax import nnx
 from host_arrays import filled, normal, on_device
 
 from lorafusion_jax.errors import ConfigError, RunError
-from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, use_adapters
+from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, merge_adapter, only_adapter, use_adapters
+from lorafusion_jax.modules.exchanged_class import exchanged_class
 
 PLAIN = [AdapterSpec(name="law", rank=2, alpha=4), AdapterSpec(name="med", rank=3, alpha=3)]
 DROPPING = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5), AdapterSpec(name="med", rank=3, alpha=3)]
@@ -199,3 +204,83 @@ def test_an_adapter_without_rows_has_no_loss_and_losses_that_do_not_count_may_be
     assert only.mean(jnp.array([[1.0, 2.0], [3.0, 6.0]])).tolist() == [0.0, 3.0]
     with pytest.raises(RunError, match="2 entries"):
         context.mean(jnp.ones((3, 5)))
+
+
+class Absorbed(nnx.Module):
+    """Attention-like: q and k are read as one fused weight, so both are adapted in vain."""
+
+    def __init__(self):
+        make = lambda seed: nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(seed))  # noqa: E731
+        self.q, self.k, self.o = make(0), make(1), make(2)
+
+    def __call__(self, x):
+        q, k = jnp.split(x @ jnp.concatenate([self.q.kernel[...], self.k.kernel[...]], 1), 2, -1)
+        return self.o(jax.nn.tanh(q) * k)
+
+
+def absorbed(targets="all-linear"):
+    model = apply_lora(Absorbed(), PLAIN, targets=targets)
+    for layer in (model.q, model.k, model.o):
+        if hasattr(layer, "lora_b"):
+            layer.lora_b[...] = jnp.ones_like(layer.lora_b[...])
+    return model
+
+
+@pytest.mark.parametrize("transform", [lambda run: run, nnx.jit, lambda run: nnx.jit(nnx.remat(run))])
+def test_adapted_layers_that_never_run_are_named_and_not_merged(transform):
+    model, x = absorbed(), normal(0, (4, 8))
+
+    @transform
+    def run(model, x, **options):
+        with use_adapters(PLAIN, only=0, train=False):
+            return model(x)
+
+    with pytest.warns(UserWarning, match=r"\[lora.uncalled\] .*: q, k\. Their adapters have no effect"):
+        before = run(model, x)
+    for other in (model, nnx.clone(model), copy.deepcopy(model)):
+        with pytest.raises(ConfigError, match=r"lora\.uncalled.*q, k"):
+            merge_adapter(other, PLAIN[0].name)
+    merged = merge_adapter(nnx.clone(model), PLAIN[0].name, allow_uncalled=True)
+    assert np.abs(merged(x) - before).max() > 0.1
+    alone = only_adapter(absorbed("o"), PLAIN[0].name)
+    np.testing.assert_allclose(merge_adapter(alone, PLAIN[0].name)(x), before, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_of_a_model_run_in_contexts_that_say_so():
+    x = normal(0, (4, 8))
+    model = apply_lora(
+        nnx.Dict(encode=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), decode=nnx.Linear(8, 8, rngs=nnx.Rngs(1))),
+        PLAIN, targets="all-linear",
+    )  # fmt: skip
+    for part in ("encode", "decode"):
+        with use_adapters(PLAIN, only=0, train=False, allow_uncalled=True):
+            x = model[part](x)
+    assert np.abs(merge_adapter(model, PLAIN[0].name)["decode"].kernel[...]).max() > 0  # both ran by now
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: use_adapters(PLAIN, only=0, train=False)])
+def test_tables_of_flax_show_an_adapted_model_in_and_out_of_a_context(around):
+    model = absorbed("o")
+    model.plain = nnx.Linear(8, 2, rngs=nnx.Rngs(3))  # so that flax wraps the calls of nnx.Linear, too
+    before = nnx.tabulate(Absorbed(), jnp.ones((4, 8)), console_kwargs={"force_terminal": False})
+    with around():
+        text = nnx.tabulate(model, jnp.ones((4, 8)), console_kwargs={"force_terminal": False})
+    rows = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
+    (row,) = [row for row in rows if len(row) > 2 and row[1] == "o"]
+    assert row[2] == "LoRALinear"
+    assert "4,8" in row[4]
+    assert ["lora_a" in shown for shown in (before, text)] == [False, True]
+    with use_adapters(PLAIN, only=0, train=False):  # what flax changed is as before
+        model(jnp.ones((4, 8)))
+
+
+def test_a_pickled_model_computes_the_same_where_its_classes_are_not_made_yet():
+    model, x = absorbed("o"), normal(0, (4, 8))
+    with use_adapters(PLAIN, only="med", train=False):
+        want = np.asarray(model(x))
+    stored = pickle.dumps(model.o)
+    exchanged_class.cache_clear()
+    model.o = pickle.loads(stored)
+    assert isinstance(model.o, nnx.Linear)
+    with use_adapters(PLAIN, only="med", train=False):
+        np.testing.assert_array_equal(np.asarray(model(x)), want)

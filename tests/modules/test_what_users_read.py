@@ -65,6 +65,54 @@ def test_no_text_denies_layers_or_proposes_the_same_word():
     assert "filter (Conv): an nnx.Conv is not a product with a weight" in error.why
 
 
+class Product(nnx.Module):
+    """Multiplies the last axis of its input by a weight of any number of axes."""
+
+    def __init__(self, *shape):
+        self.w_out = nnx.Param(normal(0, shape))
+
+    def __call__(self, x):
+        return jnp.tensordot(x, self.w_out[...], 1)
+
+
+class Gated(nn.Module):
+    """Two weights of one class, which LinenLoRA does not guess."""
+
+    @nn.compact
+    def __call__(self, x):
+        first, second = (self.param(name, nn.initializers.lecun_normal(), (8, 4)) for name in ("w_gate", "w_up"))
+        return jax.nn.silu(x @ first) * (x @ second)
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (8, 2, 3), (8, 2, 3, 2)])
+def test_a_printed_line_for_nnx_pasted_is_accepted_and_right(shape):
+    made = type("Product", (Product,), {"__call__": Product.__call__})  # each case registers a class of its own
+    model = nnx.Dict(up=made(*shape))
+    line = refusal(model).fix
+    assert line.startswith("register_linear(Product, ")
+    eval(line, {"register_linear": lf.register_linear, "Product": made})  # as a user pastes it
+    apply_lora(model, [LAW], targets="all-linear")
+    model.up.lora_b[...] = normal(1, model.up.lora_b.shape)
+    x = normal(2, (3, 8))
+    low = 2 * x @ model.up.lora_a[0] @ model.up.lora_b[0]
+    want = Product(*shape)(x) + low.reshape(3, *shape[1:])
+    np.testing.assert_allclose(model.up(x), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_printed_line_for_linen_pasted_is_accepted():
+    model = nn.Sequential([Gated()])
+    x = jnp.ones((3, 8))
+    variables = model.init(jax.random.key(0), x)
+    with pytest.raises(ConfigError) as caught:
+        LinenLoRA([LAW], targets="all-linear").init(model, variables, x)
+    line = caught.value.fix
+    assert line.startswith("LinenLoRA(…, modules=[(Gated, ")
+    pasted = line.replace("…", 'specs, targets="all-linear"')  # what stands for the user's own arguments
+    lora = eval(pasted, {"LinenLoRA": LinenLoRA, "Gated": Gated, "specs": [LAW]})
+    adapters = lora.init(model, variables, x)
+    assert len(jax.tree.leaves(adapters)) == 4
+
+
 @pytest.mark.wrong_types
 def test_models_that_are_none_of_nnx_are_shown_the_way():
     assert "LinenLoRA" in refusal(nn.Dense(3)).fix
