@@ -378,7 +378,7 @@ def test_siblings_with_padding_lower_for_hopper():
 @pytest.mark.parametrize(("name", "kernels"), [("h200", True), ("h100", True), ("a100", False), ("l40s", False)])
 def test_a_named_target_decides_which_kernels_are_lowered(name, kernels):
     """The call of a user; tracing again without the target gives this machine's program."""
-    shapes = [(2048, 1024), (1024, 1024), (1024, 16), (16, 1024)]
+    shapes = [(8192, 4096), (4096, 4096), (4096, 16), (16, 4096)]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     layer = jax.jit(partial(pk.lora_linear, scale=2.0))
     with pk.target(name):
