@@ -406,8 +406,8 @@ def _for_parameters(
     if not trained or not patterns:
         return patterns
 
-    def number_at(path: str, given: Sequence[tuple[str, float]]) -> float:
-        return next((value for name, value in given if matches(name, path, (root,))), number)
+    def number_at(path: str, entries: Sequence[tuple[str, float]]) -> float:
+        return next((value for name, value in entries if matches(name, path, (root,))), number)
 
     modules = [path for path in paths if path not in trained]
     of_modules = [entry for entry in patterns if any(matches(entry[0], path, (root,)) for path in modules)]
