@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -53,6 +53,8 @@ class CallRunner:
         self._tail = replace(session.first_tail, limits=replace(session.first_tail.limits, num_stages=1))
         self._entered: dict[int, list[Located]] = {}  # by slot
         self._passes: deque[_Pass] = deque()
+        self._reader = ThreadPoolExecutor(1, "read states")
+        self._reading: Future[None] | None = None
 
     @property
     def streams(self) -> dict[str, Stream]:
@@ -89,12 +91,26 @@ class CallRunner:
             return
         try:
             if isinstance(call.call, SaveState):
-                settle(call.future, session.read(name, optimizer=call.call.optimizer)())
+                self._save(name, call, optimizer=call.call.optimizer, sums=stream.has_sums and call.call.optimizer)
             elif isinstance(call.call, LoadState):
                 session.restore(name, call.call.state, optimizer=call.call.optimizer)
                 settle(call.future, None)
         except LoraFusionError as problem:
             settle(call.future, problem)
+
+    def _save(self, name: str, call: Waiting, **parts: bool) -> None:
+        """Copies a state on the devices, and gives it to the call on another thread once it is on the host."""
+        if self._reading is not None:
+            self._reading.result()  # devices have memory for one copy
+        wait = self._session.read(name, **parts)
+
+        def read() -> None:
+            try:
+                settle(call.future, wait())
+            except Exception as problem:  # of a device; whoever asked must not wait forever
+                settle(call.future, problem)
+
+        self._reading = self._reader.submit(read)
 
     def _issue_passes(self) -> None:
         session, streams = self._session, self.streams

@@ -443,8 +443,8 @@ class Session:
         self.make_room(task)
         task.restart(0 if state is None else state.step)
         number = self._put(place, task, compared or weights)
-        if sums and state is not None and state.sums:
-            self.executor.read_all(lambda stage: stage.write_sums(place, state.sums, state.totals))
+        if sums and state is not None:
+            self._write_sums(task, place, state)
         if reference is None:
             return
         task.status = "preparing"
@@ -480,7 +480,7 @@ class Session:
         """Replaces the state of an adapter that trains, after all work issued so far.
 
         Args:
-            optimizer: False: the optimizer begins anew.
+            optimizer: False: the optimizer begins anew, and sums of the state are left out.
 
         Raises:
             CheckpointError: `state.data`, or `state.shapes`, it belongs to an adapter of other rank or targets.
@@ -499,6 +499,14 @@ class Session:
         weights = PlaceWeights(spec=task.spec, leaves=state.weights, optimizer=state.optimizer if optimizer else None)
         task.clock.step = state.step if optimizer else 0
         self._writer.write(place, task, weights, self._writer.number_objective(task))
+        task.source.take_sums(exist=False)
+        if optimizer:
+            self._write_sums(task, place, state)
+
+    def _write_sums(self, task: Task, place: int, state: AdapterState) -> None:
+        if state.sums:
+            self.executor.read_all(lambda stage: stage.write_sums(place, state.sums, state.totals))
+            task.source.take_sums(exist=True)
 
     def _pass_over(self, task: Task, key: str, samples: TokenizedSet, position: int) -> SetPass:
         return SetPass(

@@ -334,6 +334,9 @@ class Stream(Source):
             lr_ratios={},
         )
 
+    def take_sums(self, *, exist: bool) -> None:
+        self.has_sums = exist
+
     def end_step(self, step: int, norm: float, refused: str = "") -> None:
         lr = float(self.hyper(step).lr)
         call = self._steps.popleft()

@@ -107,6 +107,9 @@ class Source(Protocol):
         del batch  # unused
         return True
 
+    def take_sums(self, *, exist: bool) -> None:
+        """Is told whether the state that was loaded has sums of gradients that no step has used."""
+
     def end_step(self, step: int, norm: float, refused: str = "") -> None:
         """Is told the result of a step; `refused` says why it was not taken."""
 

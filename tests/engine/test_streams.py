@@ -109,7 +109,7 @@ def run(planner: WindowPlanner) -> None:
 
 def wait(planner: WindowPlanner, future: Future):
     run(planner)
-    return future.result(timeout=0)
+    return future.result(timeout=60)
 
 
 def rows_of(lengths, loss="cross_entropy", seed=0) -> list[Row]:
@@ -360,6 +360,35 @@ def test_a_state_continues_in_another_client(reproducible):
         refused = client.submit(LoadState(state=saved.result()))
         run(planner)
         assert refused.exception().code == "state.shapes"
+
+
+def test_a_state_holds_gradients_that_no_step_has_used(reproducible, tmp_path):
+    planner = reproducible
+    with Client(planner, "whole") as client:
+        client.add(rows_of([40, 60]))
+        client.add(rows_of([30], seed=1))
+        expected = wait(planner, client.step())
+        expected_state = client.state()
+    with Client(planner, "begun") as client:
+        client.add(rows_of([40, 60]))
+        saved = client.state()
+        assert saved.sums
+    saved = AdapterState.read(saved.write(tmp_path / "state"), client.task.adapter)
+    with Client(planner, "goes-on", seed=3) as client:
+        client.submit(LoadState(state=saved))
+        client.add(rows_of([30], seed=1))
+        assert wait(planner, client.step()).metrics == expected.metrics
+        assert_equal(client.state(), expected_state)
+        assert not client.state().sums
+        client.submit(LoadState(state=saved, optimizer=False))
+        assert wait(planner, client.step()).metrics["grad_norm:mean"] == 0
+        client.planner.session.drain()
+        client.planner.session.forget("goes-on")
+        task = planner.session.new_stream("goes-on", rank=4, targets=TARGETS)
+        planner.session.start(planner.session.find_place(task.spec), task, saved, sums=True)
+        client.task = task
+        client.add(rows_of([30], seed=1))
+        assert wait(planner, client.step()).metrics == expected.metrics
 
 
 @pytest.mark.nightly
