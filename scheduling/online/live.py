@@ -11,7 +11,7 @@ from dataclasses import replace
 from scheduling.errors import PlanError
 from scheduling.online.check import WRONG, CheckedPolicy, Refusal
 from scheduling.online.ledger import Ledger
-from scheduling.online.patience import work_ahead_s
+from scheduling.online.patience import work_s, worker_sizes
 from scheduling.online.policies.ours import Ours
 from scheduling.online.rates import Rates
 from scheduling.online.running import FASTEST, SLOWEST
@@ -54,6 +54,7 @@ class LiveCluster:
         self._ledger = Ledger(workers, rates, {user.name: user for user in users}, self._specs)
         self._at = 0.0
         self._counted: dict[str, tuple[float, float]] = {}  # job -> time and steps when its group last changed
+        self._waiting_s: dict[str, float] = {}  # user -> work of its waiting jobs, until one of them changes
 
     @property
     def refusals(self) -> list[Refusal]:
@@ -77,9 +78,9 @@ class LiveCluster:
                 fix="cut its samples, lower its rank, or add a worker with more GPUs or memory",
             )
         self._ledger.add_user(User(job.user))
-        ahead_s = work_ahead_s(self._state(now), job.user, now, self._rates)
+        state = JobState(job, done_steps=done_steps, at_s=now, waited_s=waited_s)
         self._specs[job.name] = job
-        self.jobs[job.name] = JobState(job, done_steps=done_steps, at_s=now, waited_s=waited_s, ahead_s=ahead_s)
+        self.jobs[job.name] = replace(state, ahead_s=self._add_waiting(state, now))
         self._ledger.arrive(job)
 
     def revise(self, job: Job, now: float) -> None:
@@ -93,6 +94,7 @@ class LiveCluster:
         if revised == state.job:
             return
         self._ledger.leave(state.job)
+        self._waiting_s.clear()
         self._specs[job.name] = revised
         self.jobs[job.name] = replace(state, job=revised)
         self._ledger.arrive(revised)
@@ -110,6 +112,7 @@ class LiveCluster:
         gone = self.jobs.pop(name)
         self._counted.pop(name, None)
         self._ledger.leave(gone.job)
+        self._waiting_s.pop(gone.job.user, None)
         if gone.group is not None:
             group = self.groups[gone.group]
             self._set_group(replace(group, members=tuple(m for m in group.members if m != name)), now)
@@ -120,6 +123,7 @@ class LiveCluster:
         state = self.jobs[name]
         seconds = max(0.0, now - state.at_s)
         if state.group is None:
+            self._waiting_s.pop(state.job.user, None)
             self.jobs[name] = replace(state, done_steps=steps)
             return
         group = self.groups[state.group]
@@ -146,6 +150,7 @@ class LiveCluster:
         """Says which workers are lost, all others being up: their groups end, and nothing is placed on them."""
         self._advance(now)
         self.down = frozenset(names)
+        self._waiting_s.clear()
         for worker in self.workers.values():
             self._ledger.up(worker, worker.name not in self.down)
         for name in [name for name, group in self.groups.items() if group.worker in self.down]:
@@ -206,6 +211,8 @@ class LiveCluster:
         rate = self._rate(group)
         for index, name in enumerate(group.members):
             state = self.jobs[name]
+            if state.group is None:
+                self._waiting_s.pop(state.job.user, None)
             waited_s = now - state.at_s if state.group is None else 0.0
             if state.group != group.name or name not in self._counted:
                 self._counted[name] = (max(now, group.ready_s), state.done_steps)
@@ -220,7 +227,22 @@ class LiveCluster:
 
     def _detach(self, name: str, now: float) -> None:
         self._counted.pop(name, None)
+        self._waiting_s.pop(self.jobs[name].job.user, None)
         self.jobs[name] = replace(self.jobs[name], group=None, steps_per_s=0.0, at_s=now)
+
+    def _add_waiting(self, new: JobState, now: float) -> float:
+        """Counts the work of a job that arrives; returns what its user's other jobs have left.
+
+        A thousand arrivals in a row do not ask for a thousand jobs each.
+        """
+        sizes, user = worker_sizes(ClusterState(time_s=now, workers=self._workers_up(), jobs={})), new.job.user
+        in_groups = [self.jobs[name] for group in self.groups.values() for name in group.members]
+        if user not in self._waiting_s:
+            waiting = (state for state in self.jobs.values() if state.group is None and state.job.user == user)
+            self._waiting_s[user] = sum(work_s(state, now, self._rates, sizes) for state in waiting)
+        before_s = self._waiting_s[user]
+        self._waiting_s[user] += work_s(new, now, self._rates, sizes)
+        return before_s + sum(work_s(state, now, self._rates, sizes) for state in in_groups if state.job.user == user)
 
     def _rate(self, group: GroupState) -> GroupRate | None:
         if not group.members:
@@ -241,10 +263,13 @@ class LiveCluster:
         self._ledger.advance(self._at, now)
         self._at = now
 
+    def _workers_up(self) -> dict[str, Worker]:
+        return {name: worker for name, worker in self.workers.items() if name not in self.down}
+
     def _state(self, now: float) -> ClusterState:
         return ClusterState(
             time_s=now,
-            workers={name: worker for name, worker in self.workers.items() if name not in self.down},
+            workers=self._workers_up(),
             jobs=dict(self.jobs),
             groups=dict(self.groups),
             users=self._ledger.user_states(),

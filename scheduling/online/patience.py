@@ -137,10 +137,12 @@ def work_ahead_s(state: ClusterState, user: str, now: float, rates: Rates) -> fl
     """GPU-seconds of isolated work that a user's jobs have left: `JobState.ahead_s` of a job that arrives now."""
     sizes = worker_sizes(state)
     mine = (job_state for job_state in state.jobs.values() if job_state.job.user == user)
-    return sum(
-        job_state.left_steps(now) * step_cost(rates, job_state.job, sizes).at_speed(job_state.speed).gpu_s
-        for job_state in mine
-    )
+    return sum(work_s(job_state, now, rates, sizes) for job_state in mine)
+
+
+def work_s(job_state: JobState, now: float, rates: Rates, sizes: Sizes) -> float:
+    """GPU-seconds of isolated work that a job has left."""
+    return job_state.left_steps(now) * step_cost(rates, job_state.job, sizes).at_speed(job_state.speed).gpu_s
 
 
 def owed_s(state: ClusterState) -> dict[str, float]:

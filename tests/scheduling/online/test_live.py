@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import heapq
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 
 from scheduling.errors import PlanError
 from scheduling.online import ChangeCosts, Job, LiveCluster, Rates, Worker, simulate_cluster
+from scheduling.online.patience import work_ahead_s
 from scheduling.online.simulator import TICK_S
 
 HOSTS = [Worker("left", 2), Worker("right", 2)]
@@ -182,3 +184,30 @@ def test_a_lost_worker_takes_no_job_until_it_is_back():
     cluster.decide(800.0)
     assert {group.worker for group in cluster.groups.values()} == {"left", "right"}
     assert cluster.refusals == []
+
+
+def test_arrivals_in_a_row_cost_as_much_each_however_many_wait():
+    """Counted. What its user's other jobs have left when a job arrives is as counted anew for each."""
+    rates = Rates()
+    jobs = [replace(job, name=f"m{number}", user="ann", arrival_s=0.0) for number, job in enumerate(arrivals(90, 3))]
+    cluster = LiveCluster(HOSTS, rates)
+    for job in jobs[:30]:
+        cluster.arrive(job, 0.0)
+    cluster.decide(0.0)
+    calls = []
+    for some in (jobs[30:60], jobs[60:]):
+        rates.prepare(some)
+        profile = cProfile.Profile()
+        for job in some:
+            rates.best_isolated_rate(job, HOSTS[0].kind, HOSTS[0].gpus)
+            expected = work_ahead_s(cluster._state(0.0), "ann", 0.0, rates)
+            profile.runcall(cluster.arrive, job, 0.0)
+            assert cluster.jobs[job.name].ahead_s == pytest.approx(expected)
+        calls.append(sum(entry.callcount for entry in profile.getstats()))
+    assert calls[1] < 1.3 * calls[0]
+    cluster.progress("m80", 7.0, 1.0)
+    cluster.leave("m50", 1.0)
+    cluster.arrive(replace(jobs[0], name="last"), 1.0)
+    without = [state for name, state in cluster.jobs.items() if name != "last"]
+    state = replace(cluster._state(1.0), jobs={state.job.name: state for state in without})
+    assert cluster.jobs["last"].ahead_s == pytest.approx(work_ahead_s(state, "ann", 1.0, rates))
