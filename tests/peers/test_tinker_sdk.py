@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2
@@ -43,11 +46,50 @@ def test_messages_are_those_of_the_installed_sdk():
     assert ours.package == theirs.package
 
 
-def test_all_calls_of_the_sdk(tmp_path, tiny_base):
+class BadProxy:
+    """Loses a fifth of the requests before or after they are executed, repeats a fifth, and delays a fifth."""
+
+    def __init__(self, app: Any):
+        self._app, self._random = app, random.Random(0)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        fate = self._random.choice(("lost", "repeated", "late", "", ""))
+        if scope["type"] != "http" or not fate:
+            await self._app(scope, receive, send)
+            return
+        messages = [await receive()]
+        while messages[-1].get("more_body"):
+            messages.append(await receive())
+
+        async def discard(message: Any) -> None:
+            pass
+
+        if fate == "late":
+            await asyncio.sleep(self._random.uniform(0, 0.5))
+        if fate == "repeated" or (fate == "lost" and self._random.random() < 0.5):
+            await self._app(scope, _replay(messages, receive), discard)
+        if fate == "lost":
+            await send({"type": "http.response.start", "status": 502, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await self._app(scope, _replay(messages, receive), send)
+
+
+def _replay(messages: list[Any], receive: Any) -> Any:
+    rest = iter(messages)
+
+    async def replay() -> Any:
+        return next(rest, None) or await receive()
+
+    return replay
+
+
+@pytest.mark.parametrize("wrap", [lambda app: app, BadProxy], ids=["direct", "proxy"])
+def test_all_calls_of_the_sdk(tmp_path, tiny_base, wrap):
     sys.path.insert(0, str(HERE.parent / "serve"))
     from training_service import TrainingService
 
-    service = TrainingService(tmp_path / "home", tiny_base, places={4: 6})
+    service = TrainingService(tmp_path / "home", tiny_base, places={4: 6}, wrap=wrap)
     try:
         shown = run(str(HERE / "tinker_calls.py"), service.url, service.keys["ana"]).decode()
     finally:

@@ -498,7 +498,10 @@ def test_external_weights_are_downloaded_by_signed_urls(model, service):
     for wrong in (urls["state.npz"][:-1] + "x", urls["state.npz"].replace("until=", "until=1")):
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(wrong)
-    assert service.ask("DELETE", route.removesuffix("/external_weights_urls"))[0] == 204
+    checkpoint = route.removesuffix("/external_weights_urls")
+    assert service.ask("DELETE", checkpoint + "-2")[0] == 404
+    assert [service.ask("DELETE", checkpoint)[0] for _ in range(2)] == [204, 204]
+    assert service.ask("DELETE", checkpoint, owner="ben")[0] == 404
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(urls["state.npz"])
 

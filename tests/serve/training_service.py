@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ ADAM = {"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight
 class TrainingService:
     """A server that can be killed and started again on the same home and port."""
 
-    def __init__(self, home: Path, base: Path, port: int = 0, keys: dict[str, str] | None = None, **more: Any):
+    def __init__(
+        self, home: Path, base: Path, port: int = 0, keys: dict[str, str] | None = None,
+        wrap: Callable[[Any], Any] = lambda app: app, **more: Any,
+    ):  # fmt: skip
         batch = {"capacity_tokens": 128, "tile_tokens": 16}
         options = {"places": {4: 2, 8: 1}} | more
         self.settings = Settings(home=home, bases={"tiny": base}, batch=batch, training_api=True, **options)
@@ -43,7 +47,7 @@ class TrainingService:
         self.controller = Controller(self.settings, self.db, streams=self.streams, launcher=self.launcher)
         self.controller.start()
         self.service = Service(self.settings, self.db, self.controller)
-        config = server_config(build_app(self.service, self.streams), port=port, timeout_graceful_shutdown=1)
+        config = server_config(wrap(build_app(self.service, self.streams)), port=port, timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, func, select
 from lorafusion_jax.serve.api.problems import ApiError, not_found
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.tinker.access import PREFIX, Downloader, Reader, ServiceOf, StreamsOf, Writer
-from lorafusion_jax.serve.tinker.checkpoints import checkpoint_path, get_checkpoint, moment, show
+from lorafusion_jax.serve.tinker.checkpoints import checkpoint_path, find_checkpoint, get_checkpoint, moment, show
 from lorafusion_jax.serve.tinker.futures import Row
 from lorafusion_jax.serve.tinker.log import find_model
 from lorafusion_jax.serve.tinker.requests import Id, Ttl, check_ttl
@@ -98,9 +98,13 @@ def _checkpoints(connection: Connection, *where: Any) -> Sequence[Row]:
 
 @router.delete(CHECKPOINT, status_code=204)
 def delete(run: Id, kind: Id, name: Id, service: ServiceOf, streams: StreamsOf, owner: Writer) -> None:
-    """Removes a checkpoint and its files."""
+    """Removes a checkpoint and its files. A request that is repeated because its answer was lost succeeds again."""
+    path = checkpoint_path(run, kind, name)
     with service.db.write() as connection:
-        row = get_checkpoint(connection, checkpoint_path(run, kind, name), owner.sees)
+        if find_checkpoint(connection, path, None) is None and (owner.name, path) in streams.deleted:
+            return
+        row = get_checkpoint(connection, path, owner.sees)
+        streams.deleted.append((owner.name, path))
         connection.execute(t.api_checkpoints.delete().where(t.api_checkpoints.c.path == row["path"]))
         streams.remove(row["folder"])
     streams.taken()

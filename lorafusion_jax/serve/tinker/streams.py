@@ -52,6 +52,8 @@ class Streams:
         waiters: who waits for futures.
         receiver: of bodies.
         secret: signs URLs of downloads.
+        reads: futures whose results were sent.
+        deleted: owner and path of checkpoints that were removed last.
     """
 
     def __init__(self, settings: Settings, db: Database):
@@ -62,7 +64,8 @@ class Streams:
         self._sent: dict[str, tuple[int, int, int]] = {}  # job → epoch, number of the connection, last request sent
         self._done: deque[str] = deque()  # futures to wake once their transaction is on the disk
         self._unneeded: deque[str] = deque()  # files to remove then
-        self.reads: deque[str] = deque()  # futures whose results were sent
+        self.reads: deque[str] = deque()
+        self.deleted: deque[tuple[str, str]] = deque(maxlen=1000)
         self._looked = 0.0
 
     def attach(self, hub: Hub) -> None:
