@@ -1,0 +1,46 @@
+"""Products of rows that have adapters in any order."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from lorafusion_jax.generation import row_adapters
+from pallas_kernels import multi_lora_linears
+from pallas_kernels.linear.triton.down_all import down_all
+
+SLOTS = np.array([2, -1, 0, 2, 1, 0, -1, 2], np.int32)
+
+
+def drawn(*shape: int, dtype=jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), dtype)
+
+
+def test_each_row_meets_its_own_adapter_only():
+    x, ws, scale = drawn(8, 12), [drawn(12, 10), drawn(12, 6)], np.array([0.5, 2.0, -1.0], np.float32)
+    a, b, bias = drawn(3, 12, 4), drawn(3, 4, 10), drawn(10)
+
+    def run(slots):
+        options = {"tile_adapter": slots, "scale": scale, "implementation": row_adapters.NAME}
+        return multi_lora_linears(x, ws, [a, None], [b, None], biases=[bias, None], **options)
+
+    first, second = jax.jit(run)(SLOTS)
+    for row, slot in enumerate(SLOTS):
+        wanted = x[row] @ ws[0] + bias + (scale[slot] * (x[row] @ a[slot]) @ b[slot] if slot >= 0 else 0)
+        np.testing.assert_allclose(first[row], wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(second, x @ ws[1], rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="an adapter for every row"):
+        run(SLOTS[:4])
+
+
+def test_one_launch_multiplies_by_the_a_of_siblings():
+    x, banks = drawn(128, 512, dtype=jnp.bfloat16), [drawn(512, width, dtype=jnp.bfloat16) for width in (64, 128)]
+    for parts, a in zip(jax.jit(down_all)(x, banks), banks, strict=True):
+        assert parts.shape[0] > 1
+        np.testing.assert_allclose(parts.sum(0), x.astype(jnp.float32) @ a.astype(jnp.float32), rtol=1e-3, atol=1e-3)
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        assert "triton" in jax.jit(down_all).trace(x, banks).lower(lowering_platforms=("cuda",)).as_text()
