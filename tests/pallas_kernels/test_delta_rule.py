@@ -10,7 +10,7 @@ from cuda_lowering import A100, H200, lowered, num_kernels
 from host_arrays import changed, filled, normal, on_device
 from more_cases import nightly
 
-from pallas_kernels.delta_rule import api, gated_delta_rule
+from pallas_kernels.delta_rule import api, delta_rule_step, delta_rule_with_states, gated_delta_rule
 from pallas_kernels.delta_rule.chunks import make_chunks, to_chunks, to_rows
 from pallas_kernels.delta_rule.inverse import inverse_of_unit_lower
 from pallas_kernels.delta_rule.reference import delta_rule_by_rows
@@ -173,3 +173,26 @@ def test_kernels_are_the_default_where_they_were_measured(hopper, dtype, width, 
     monkeypatch.setattr(api, "is_hopper", lambda: hopper)
     rows = jnp.zeros((64, 1, width), dtype)
     assert api._preferred(rows, rows) == wanted
+
+
+@BOTH
+def test_segments_go_on_from_their_states(implementation, shape):
+    """All but the last row of each segment in chunks, and the last one from the memories after them."""
+    lengths, total = (5, 70, 2, 64), 141
+    given, where = rows(3, total, **shape), segments(lengths, total)
+    ends = np.cumsum(lengths) - 1
+    shorter = [np.delete(np.asarray(x), ends, 0) for x in given]
+    before = segments([length - 1 for length in lengths], total - len(lengths))
+
+    @jax.jit
+    def run(given, shorter):
+        o, memory = delta_rule_with_states(*shorter, **before, implementation=implementation)
+        step, after = delta_rule_step(memory[: len(lengths)], *(x[ends] for x in given))
+        _, wanted = delta_rule_with_states(*given, **where, implementation=implementation)
+        return o, step, after, wanted[: len(lengths)]
+
+    o, step, after, wanted = run(given, shorter)
+    plain = np.asarray(delta_rule_by_rows(*given, where["ids"]))
+    assert differ(o, np.delete(plain, ends, 0)) < FORWARD
+    assert differ(step, plain[ends]) < FORWARD
+    assert differ(after, wanted) < FORWARD
