@@ -91,22 +91,26 @@ class CallRunner:
             return
         try:
             if isinstance(call.call, SaveState):
-                self._save(name, call, optimizer=call.call.optimizer, sums=stream.has_sums and call.call.optimizer)
+                self._save(stream, name, call, call.call.optimizer)
             elif isinstance(call.call, LoadState):
                 session.restore(name, call.call.state, optimizer=call.call.optimizer)
-                settle(call.future, None)
+                _settle_after(stream.issued_before(call), call.future, None)
         except LoraFusionError as problem:
             settle(call.future, problem)
 
-    def _save(self, name: str, call: Waiting, **parts: bool) -> None:
-        """Copies a state on the devices, and gives it to the call on another thread once it is on the host."""
+    def _save(self, stream: Stream, name: str, call: Waiting, optimizer: bool) -> None:
+        """Copies a state on the devices, and gives it to the call on another thread once it is on the host.
+
+        Not before all earlier calls have their results: whoever has a state can forget them.
+        """
         if self._reading is not None:
             self._reading.result()  # devices have memory for one copy
-        wait = self._session.read(name, **parts)
+        wait = self._session.read(name, optimizer=optimizer, sums=optimizer and stream.has_sums)
+        earlier = stream.issued_before(call)
 
         def read() -> None:
             try:
-                settle(call.future, wait())
+                _settle_after(earlier, call.future, wait())
             except Exception as problem:  # of a device; whoever asked must not wait forever
                 settle(call.future, problem)
 
@@ -174,6 +178,14 @@ class CallRunner:
 def _give(located: Sequence[Located], logprobs_RTK: np.ndarray) -> None:
     for entry, replica, start in located:
         entry.call.give(entry, logprobs_RTK[replica, start : start + len(entry.tokens)].copy())
+
+
+def _settle_after(earlier: Sequence[Future[Any]], future: Future[Any], value: Any) -> None:
+    """Completes a future once others are complete."""
+    if earlier:
+        earlier[-1].add_done_callback(lambda _: _settle_after(earlier[:-1], future, value))
+    else:
+        settle(future, value)
 
 
 def _is_ready(future: Future[Array]) -> bool:

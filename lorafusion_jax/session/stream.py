@@ -128,7 +128,7 @@ class Stream(Source):
         self._issued: set[Waiting] = set()
         self._planned: list[Entry] = []  # rows of the last cursor
         self._ends: dict[int, Waiting] = {}  # batch of the last cursor → its step
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a result may come while a call is noted
         self._closed = ""
         self._weight, self._targets, self._has_news = 1.0, 1, False
         self.has_sums = False
@@ -293,10 +293,19 @@ class Stream(Source):
             self._note(call := self._calls.popleft())
             return call
 
+    def issued_before(self, call: Waiting) -> list[Future[Any]]:
+        """Returns the results to come of calls that were issued before the last one."""
+        with self._lock:
+            return [other.future for other in self._issued if other is not call]
+
     def _note(self, call: Waiting) -> None:
         if not call.future.done():
             self._issued.add(call)
-            call.future.add_done_callback(lambda _: self._issued.discard(call))
+            call.future.add_done_callback(lambda _: self._drop(call))
+
+    def _drop(self, call: Waiting) -> None:
+        with self._lock:
+            self._issued.discard(call)
 
     def closes(self, batch: int) -> bool:
         return batch in self._ends

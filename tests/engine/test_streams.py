@@ -362,6 +362,18 @@ def test_a_state_continues_in_another_client(reproducible):
         assert refused.exception().code == "state.shapes"
 
 
+def test_a_state_comes_after_all_results_before_it(planner):
+    with Client(planner, "order") as client:
+        order: list[str] = []
+        calls = {"rows": client.add(rows_of([40])), "step": client.step(), "late": client.add(rows_of([20]))}
+        calls["look"], calls["state"] = client.look(rows_of([9])), client.submit(SaveState())
+        for name, future in calls.items():
+            future.add_done_callback(lambda _, name=name: order.append(name))
+        wait(planner, calls["state"])
+    assert order[-1] == "state"
+    assert len(order) == 5
+
+
 def test_a_state_holds_gradients_that_no_step_has_used(reproducible, tmp_path):
     planner = reproducible
     with Client(planner, "whole") as client:
