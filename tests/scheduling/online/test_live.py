@@ -100,6 +100,24 @@ def test_a_live_cluster_ends_jobs_when_the_simulator_says(seed):
     assert np.median(np.abs(np.subtract(live, foretold)) / foretold) <= 0.1
 
 
+def test_a_flood_costs_a_small_user_as_little_live_as_simulated():
+    """Ann floods the cluster, then bob sends four jobs. They end about as soon as alone on half of the GPUs."""
+    changes = ChangeCosts(start_s=20.0, compile_s=0.0, move_s=0.0)
+    job = Job("a", "ann", "llama-3.2-3b", 0.0, [400, 900, 600], 8, 8000)
+    bobs = [replace(job, name=f"b{number}", user="bob", arrival_s=60.0) for number in range(4)]
+    jobs = [replace(job, name=f"a{number}") for number in range(60)] + bobs
+    workers = SimulatedWorkers(LiveCluster(HOSTS, Rates(changes)), Rates(changes), jobs)
+    workers.run()
+    simulated = simulate_cluster(jobs, HOSTS, rates=Rates(changes))
+    share = simulate_cluster([replace(job, arrival_s=0.0) for job in bobs], HOSTS[:1], rates=Rates(changes))
+    live, foretold, alone = (
+        max(finish[job.name] for job in bobs) - arrival_s
+        for finish, arrival_s in ((workers.finish, 60.0), (simulated.finish_s, 60.0), (share.finish_s, 0.0))
+    )
+    assert live == pytest.approx(foretold, rel=0.15)
+    assert max(live, foretold) <= 1.5 * alone
+
+
 class Odd:
     """A policy of a stranger: wants a job that is not there, then too many GPUs, then fails."""
 
