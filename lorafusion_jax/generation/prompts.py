@@ -31,6 +31,7 @@ def prompt_tokens(
     """
     if not isinstance(prompt, str):
         _check_items(prompt, where)
+        _check_system(prompt, system, where)
         if not any(isinstance(item, Mapping) for item in prompt):
             return [int(token) for token in prompt]  # type: ignore[arg-type]
     template = tokenizer.chat_template
@@ -43,7 +44,8 @@ def prompt_tokens(
         message = f"{where} has messages, but the model has no chat template."
         raise DataError("generate.no-template", message, fix="give a text instead of messages")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]  # type: ignore[arg-type]
-    messages = messages if system is None else [{"role": "system", "content": system}, *messages]
+    begun = bool(messages) and messages[0].get("role") in ("system", "developer")
+    messages = messages if system is None or begun else [{"role": "system", "content": system}, *messages]
     if not prompt:
         return []
     try:
@@ -61,6 +63,20 @@ def _check_items(prompt: Sequence[object], where: str) -> None:
         if isinstance(item, bool) or not isinstance(item, kinds[whose]):
             message = f"{where} has {shortened(item)} among its {whose}, at {number}."
             raise DataError("generate.prompt", message, fix="a text, a list of messages, or a list of token ids")
+
+
+def _check_system(prompt: Sequence[Any], system: str | None, where: str) -> None:
+    """Checks that a system message can stand before a prompt that is no text."""
+    if system is None or len(prompt) == 0:
+        return
+    if not isinstance(prompt[0], Mapping):
+        why = "a list of tokens is taken as it is"
+    elif prompt[0].get("role") in ("system", "developer") and prompt[0].get("content") != system:
+        why = "its messages begin with another one"
+    else:
+        return
+    message = f"{where} cannot have the system message {shortened(system)}: {why}."
+    raise DataError("generate.prompt", message, fix="leave out one of them")
 
 
 def _with_begin(tokens: list[int], tokenizer: Tokenizer) -> list[int]:

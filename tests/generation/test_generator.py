@@ -344,6 +344,16 @@ def test_prompts_that_are_neither_messages_nor_token_ids_are_refused(special_tok
     assert prompt_tokens(np.array([1, 2], np.int32), special_tokenizer) == [1, 2]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "prompt", [[1, 2], [{"role": "system", "content": "Be long."}, {"role": "user", "content": "a"}]]
+)
+def test_a_system_message_that_a_prompt_cannot_have_is_refused(special_tokenizer, prompt):
+    with pytest.raises(
+        LoraFusionError, match=r"generate\.prompt.*prompt 3 cannot have the system message 'Be brief\.'"
+    ):
+        prompt_tokens(prompt, special_tokenizer, system="Be brief.", where="prompt 3")
+
+
 def test_rows_of_csv_have_numbers():
     lines = ["prompt,max_tokens,temperature,adapter,note\n", "hello,5,0.5,law,1\n", "and,,,,\n"]
     first, second = prompt_file.read_rows(lines, ["med"], Sampling(max_tokens=9), name="rows.csv")
