@@ -383,7 +383,10 @@ def test_every_refusal_says_what_to_do(running, job):
 
 def test_every_code_has_a_reason():
     """The table has all codes that the service answers with, and no others."""
-    rooms = [Path(lorafusion_jax.serve.__file__).with_name(name) for name in ("api", "control", "states.py", "store")]
+    rooms = [
+        Path(lorafusion_jax.serve.__file__).with_name(name)
+        for name in ("api", "control", "states.py", "store", "tinker")
+    ]
     texts = [file.read_text() for room in rooms for file in (room.rglob("*.py") if room.is_dir() else [room])]
     named = {code for text in texts for code in re.findall(CODES, text)} - {"data.jsonl"}  # a file
     assert {code for code in named if not code.startswith("keys.")} == set(WHYS)

@@ -188,7 +188,8 @@ def test_a_full_table_of_places_says_so(service, monkeypatch):
     unload = models[0].ask("/unload_model", {"model_id": models[0].id})
     assert models[0].result(unload)["type"] == "unload_model"
     assert models[1].result(early)[1]["loss:sum"] > 0
-    assert models[0].rows(ROWS)[0] == 410
+    status, refused = models[0].rows(ROWS)
+    assert (status, refused["error"]["why"]) == (410, "its client has ended it, or it has failed")
     models[1].ask(f"/sessions/{models[1].session}/finish", {})
     assert models[1].ask("/session_heartbeat", {"session_id": models[1].session})[0] == 410
     assert models[1].rows(ROWS)[0] == 410
