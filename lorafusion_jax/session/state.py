@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -37,24 +38,22 @@ def gather(stages: Sequence[AnyStage], links: Links, *, read: Read = to_host) ->
 
     Returns:
         By adapter: lora [L, K, r] by leaf, constant ones included; sums [R, L, K, r] by leaf; arrays of optimizers by
-        their path. loss [R, A], alive [A]; metrics [R, A] by name, if an objective has any. Of the devices of a replica
-        the first one has the replica's loss and metrics, and the others zeros.
+        their path. alive [A]; totals [R, A] of loss and metrics by name. Of the devices of a replica the first one has
+        the replica's totals, and the others zeros.
     """
     columns = stages[0].parts.leaves.columns
     parts = links.share({index: _on_host(stage, read) for index, stage in local_stages(stages).items()})
     optimizers = [part.get("optimizers", {}) for part in parts]
     tensor = stages[0].mesh.tensor
-    loss, metrics = _split_loss({name: _by_device(rows, tensor) for name, rows in parts[-1]["totals"].items()})
-    arrays = {
+    return {
         "lora": _own_arrays(stages[0].occupied, columns, [part.get("leaves", {}) for part in parts], lv.WEIGHTS),
         "sums": _own_arrays(stages[0].occupied, columns, [part.get("sums", {}) for part in parts], lv.SUMS),
-        "loss": loss,
+        "totals": {name: _by_device(rows, tensor) for name, rows in parts[-1]["totals"].items()},
         "alive": parts[0]["alive"],
         "optimizers": {
             name: _join([by_name.get(name, {}) for by_name in optimizers], lv.leaf_of) for name in stages[0].names
         },
     }
-    return arrays | ({"metrics": metrics} if metrics else {})
 
 
 def _on_host(stage: Stage, read: Read) -> dict[str, Any]:
@@ -67,39 +66,10 @@ def _on_host(stage: Stage, read: Read) -> dict[str, Any]:
     }
 
 
-def scatter(stages: Sequence[AnyStage], arrays: dict[str, Any]) -> None:
-    """Gives the stages of this process the result of `gather`, on this or another layout.
-
-    With another number of devices, partial sums are added up on the first device.
-    """
-    tensor, devices = stages[0].mesh.tensor, stages[0].mesh.mesh.size
-    totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
-    totals = {name: lv.spread_rows(leaf, devices)[::tensor] for name, leaf in totals.items()}
-    zeros = np.zeros_like(totals["loss"])
-    for stage in local_stages(stages).values():
-        mesh, columns = stage.mesh, stage.programs.columns.trained
-        mine, mine_of_devices = np.asarray(mesh.local_replicas), np.asarray(mesh.local_devices)
-        sums = [
-            {
-                name: lv.spread_rows(leaf, devices)[mine_of_devices][:, stage.layers_of(name)]
-                for name, leaf in arrays["sums"].get(adapter, {}).items()
-                if name in columns
-            }
-            for adapter in stage.all_names
-        ]
-        shapes = {name: (len(mine_of_devices), *shape) for name, shape in stage.leaf_shapes.items()}
-        stage.take_weights(arrays["lora"])
-        stage.sums = to_devices(lv.stack_adapters(columns, sums, shapes, lead=lv.SUMS), mesh)
-        before, optimizers = stage.optimizers, arrays["optimizers"]
-        of_stage = {name: stage.part_of_state(state, optimizers[name]) for name, state in before.items()}
-        stage.optimizers = replicate(of_stage, mesh)
-        stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
-        if stage.totals is not None:
-            stage.totals = to_stage({name: totals.get(name, zeros)[mine] for name in stage.totals}, mesh)
-
-
 def states_of(
-    arrays: Mapping[str, Any], index: Mapping[str, int], progress: Mapping[str, tuple[int, str]]
+    arrays: Mapping[str, Any],
+    index: Mapping[str, int],
+    progress: Mapping[str, tuple[int, str]] = MappingProxyType({}),
 ) -> dict[str, AdapterState]:
     """Returns the result of `gather` by adapter. Sums that are all zero are left out.
 
@@ -107,20 +77,19 @@ def states_of(
         index: position of each adapter.
         progress: steps of each adapter, and the digest of its data.
     """
-    totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
 
     def state_of(name: str, place: int) -> AdapterState:
         sums = arrays["sums"].get(name, {})
-        own_totals = {key: np.asarray(rows)[:, place] for key, rows in totals.items()}
-        begun = any(np.asarray(leaf).view(np.uint32).any() for leaf in (*sums.values(), *own_totals.values()))
-        step, data = progress[name]
+        totals = {key: np.asarray(rows)[:, place] for key, rows in arrays["totals"].items()}
+        begun = any(np.asarray(leaf).view(np.uint32).any() for leaf in (*sums.values(), *totals.values()))
+        step, data = progress.get(name, (0, ""))
         return AdapterState(
             step=step,
             data=data,
             weights=arrays["lora"][name],
             optimizer=arrays["optimizers"].get(name, {}),
             sums=sums if begun else {},
-            totals=own_totals if begun else {},
+            totals=totals if begun else {},
             alive=bool(np.asarray(arrays["alive"])[place]),
         )
 
@@ -130,28 +99,40 @@ def states_of(
 def load_states(stages: Sequence[AnyStage], states: Mapping[str, AdapterState]) -> None:
     """Gives the stages of this process the states of their adapters, on this or another layout.
 
+    With another number of devices, partial sums are added up on the first device.
+
     Raises:
         ValueError: they are not those of these adapters.
     """
     _check_shapes(stages, states)
-    places = {spec.name: place for place, spec in stages[0].occupied}
-    rows = max((len(total) for state in states.values() for total in state.totals.values()), default=1)
-    shape = rows, len(stages[0].parts.specs)
-    totals = {key: np.zeros(shape, np.float32) for state in states.values() for key in state.totals}
-    alive = np.ones(shape[1], bool)
-    for name, state in states.items():
-        alive[places[name]] = state.alive
-        for key, total in state.totals.items():
-            totals[key][:, places[name]] = total
-    arrays = {
-        "lora": {name: state.weights for name, state in states.items()},
-        "sums": {name: state.sums for name, state in states.items()},
-        "optimizers": {name: state.optimizer for name, state in states.items()},
-        "loss": totals.pop("loss", np.zeros(shape, np.float32)),
-        "alive": alive,
-        "metrics": totals,
-    }
-    scatter(stages, arrays)
+    tensor, devices, num_places = stages[0].mesh.tensor, stages[0].mesh.mesh.size, len(stages[0].parts.specs)
+    zeros, alive = np.zeros((devices, num_places), np.float32), np.ones(num_places, bool)
+    totals = {key: zeros.copy() for state in states.values() for key in state.totals}
+    for place, spec in stages[0].occupied:
+        alive[place] = states[spec.name].alive
+        for key, total in states[spec.name].totals.items():
+            totals[key][:, place] = lv.spread_rows(total, devices)
+    for stage in local_stages(stages).values():
+        mesh, columns = stage.mesh, stage.programs.columns.trained
+        mine, mine_of_devices = np.asarray(mesh.local_replicas), np.asarray(mesh.local_devices)
+        sums = [
+            {
+                name: lv.spread_rows(leaf, devices)[mine_of_devices][:, stage.layers_of(name)]
+                for name, leaf in (states[adapter].sums if adapter in states else {}).items()
+                if name in columns
+            }
+            for adapter in stage.all_names
+        ]
+        shapes = {name: (len(mine_of_devices), *shape) for name, shape in stage.leaf_shapes.items()}
+        stage.take_weights({name: state.weights for name, state in states.items()})
+        stage.sums = to_devices(lv.stack_adapters(columns, sums, shapes, lead=lv.SUMS), mesh)
+        optimizers = {
+            name: stage.part_of_state(like, states[name].optimizer) for name, like in stage.optimizers.items()
+        }
+        stage.optimizers = replicate(optimizers, mesh)
+        stage.alive = replicate(alive, mesh)
+        if stage.totals is not None:
+            stage.totals = to_stage({key: totals.get(key, zeros)[::tensor][mine] for key in stage.totals}, mesh)
 
 
 def _check_shapes(stages: Sequence[AnyStage], states: Mapping[str, AdapterState]) -> None:
@@ -266,11 +247,6 @@ def _join(
         of_layers = (leaf_of(name) or "").startswith(lv.LAYERS)
         joined[name] = concatenate(held) if of_layers else concatenate(held[:1]) if held[0].ndim else held[0]
     return joined
-
-
-def _split_loss(totals: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the loss, which every checkpoint has, and the metrics of objectives."""
-    return totals["loss"], {name: total for name, total in totals.items() if name != "loss"}
 
 
 def _flat_optimizers(optimizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -34,7 +34,8 @@ def read_states(store: StateStore, session: Session, progress: Progress) -> dict
         return AdapterState.read_files(folder, tasks[name].adapter)
 
     def read_tree(arrays: dict[str, Any]) -> dict[str, AdapterState]:
-        states = states_of(arrays, session.index, described)
+        totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
+        states = states_of(arrays | {"totals": totals}, session.index, described)
         for name, state in states.items():
             check_optimizer(tasks[name].adapter, state, name)
         return states
