@@ -43,7 +43,7 @@ from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, pl
 from lorafusion_jax.config.peft_write import BY_PATH, config_of, names_each
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
 from lorafusion_jax.families.multimodal import TEXT_ROOT
-from lorafusion_jax.layout.layer import BESIDE, EXPERTS, LINEAR_ATTENTION, MIXERS, PARALLEL, PATHS
+from lorafusion_jax.layout.layer import BESIDE, EXPERTS, MIXERS, PARALLEL, PATHS
 from lorafusion_jax.plugins import origin
 from lorafusion_jax.readable import check_regular
 from lorafusion_jax.tensor_file import write_tensors
@@ -398,7 +398,7 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
         for layer in (sorted(with_experts) if with_experts and name in EXPERTS else layers)
     )
     modules, layer_of = {path.rpartition(".")[0] for path in paths}, lambda path: int(path.split(".")[1])
-    mixed = any(path.split(".")[2] == LINEAR_ATTENTION for path in paths)  # layers have one mixer or the other
+    mixed = _mixed(paths)  # layers have one mixer or the other
 
     def may_lack(path: str) -> bool:
         module, _, name = path.rpartition(".")
@@ -421,7 +421,18 @@ def _of_experts(path: str) -> bool:
 def _path_in(layer: int, name: str, paths: Collection[str]) -> str:
     """Where a projection is in a layer: beside experts, or in experts beside an MLP, if tensors speak of it."""
     beside = [f"layers.{layer}.{module}.{name}" for module in (*BESIDE, PARALLEL)]
-    return next((path for path in beside if path in paths), f"layers.{layer}.{PATHS[name]}")
+    inside = next((path for path in beside if path in paths), None)
+    modules = {path.split(".", 2)[2].rpartition(".")[0] for path in paths if path.endswith(f".{name}")}
+    paths_of_name = [
+        f"layers.{layer}.{module}.{name}" for module in sorted(modules) if module not in (*BESIDE, PARALLEL)
+    ]
+    return inside or next(
+        (path for path in paths_of_name if path in paths), (paths_of_name or [f"layers.{layer}.{PATHS[name]}"])[0]
+    )
+
+
+def _mixed(paths: Iterable[str]) -> bool:
+    return any(path.split(".")[2] in MIXERS[1:] for path in paths)
 
 
 def _layers_of(paths: Sequence[str]) -> Sequence[int]:
@@ -429,7 +440,7 @@ def _layers_of(paths: Sequence[str]) -> Sequence[int]:
     present = sorted({int(path.split(".")[1]) for path in paths})
     if present and present == [*range(present[0], present[-1] + 1, present[0] + 1)]:
         return present
-    mixed = any(path.split(".")[2] == LINEAR_ATTENTION for path in paths)
+    mixed = _mixed(paths)
     return range(present[-1] + 1 if mixed else max(1, len(present)))
 
 

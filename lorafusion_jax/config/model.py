@@ -21,6 +21,7 @@ from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.families.mamba import Mamba
 from lorafusion_jax.families.mlp import MODULE as MLP
 from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.norm import Kind, Norms, Place
@@ -29,6 +30,7 @@ from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.per_layer_input import MIX, MIX_NORM, TABLE, PerLayerInput
 from lorafusion_jax.families.read import translate
 from lorafusion_jax.families.rope import Rope, RopeScaling
+from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.families.table import known_models
 from lorafusion_jax.families.write import config_json
 from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, WIDE_MLP, Half, Linear, saved_path
@@ -44,7 +46,7 @@ class ModelConfig:
             `pattern`, as for sliding_window.
         norms, norm_offset, norm_kind, norm_bias, norm_eps: see `families.norm.Norms`.
         qk_norm: whether q and k are normalised: each head on its own (True), or all heads together ("full").
-        mlp_gated, mlp_names: see `families.mlp.Mlp`.
+        mlp_gated, mlp_names, mlp_module: see `families.mlp.Mlp`.
         turned_norm: see `families.attention.Attention`.
         fused: q, k and v are one projection, and so are gate and up; or only the latter ("mlp").
         attention_scale, attention_soft_cap: see `families.attention.Attention`.
@@ -53,10 +55,10 @@ class ModelConfig:
         logit_scale, final_soft_cap: logits are soft_cap · tanh(logit_scale · head(x) / soft_cap).
         experts: instead of an MLP, or beside it if they are `ParallelExperts`, but in layers of `pattern` that say
             otherwise (None: there are none).
-        attention_sinks, attention_gate: see `families.attention.Attention`.
+        attention_sinks, attention_gate, attention_out: see `families.attention.Attention`.
         v_norm: see `families.attention.Attention`.
         layer_scalar: see `families.layer.Layer.scaled`.
-        delta_net: instead of attention, in the layers of `pattern` that say so.
+        delta_net, mixer: instead of attention, in the layers of `pattern` that say so.
         latent: attention of all layers, but for its rope (None: it has no latents).
         input_width, input_vocab: width of the inputs that layers have of their own, and rows of their table (0: there
             are none), see `families.per_layer_input`.
@@ -93,6 +95,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     mlp_gated: bool = True
+    mlp_module: str = MLP
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     qk_norm: bool | Literal["full"] = False
     turned_norm: bool = False
@@ -110,9 +113,11 @@ class ModelConfig:
     experts: Experts | None = None
     attention_sinks: bool = False
     attention_gate: bool = False
+    attention_out: str = "o_proj"
     v_norm: bool = False
     layer_scalar: bool = False
     delta_net: DeltaNet | None = None
+    mixer: Mamba | ShortConvolution | None = None
     latent: LatentAttention | None = None
     input_width: int = 0
     input_vocab: int = 0
@@ -199,7 +204,11 @@ class ModelConfig:
     @cached_property
     def saved_shapes(self) -> Mapping[str, tuple[int, int]]:
         """(in, out) of the projections by name; by path in PEFT, too, where layers have other widths."""
-        wide = [linear for linear in self.linears if linear.module in (GLOBAL_ATTENTION, WIDE_MLP)]
+        shapes = {linear.name: linear.shape for linear in reversed(self.linears)}
+        wide = [
+            linear for linear in self.linears
+            if linear.module in (GLOBAL_ATTENTION, WIDE_MLP) or linear.shape != shapes[linear.name]
+        ]  # fmt: skip
         by_path = {
             f"layers.{layer}.{saved_path(linear.path)}": linear.shape
             for linear in wide
@@ -243,8 +252,9 @@ class ModelConfig:
 
     def _layer(self, kind: LayerType) -> Layer:
         if kind.linear:
-            assert self.delta_net is not None, "a layer of linear attention needs `delta_net`"
-        mixer = self.delta_net if kind.linear and self.delta_net else self._attention(kind)
+            assert self.delta_net or self.mixer, "a layer of linear attention needs `delta_net` or `mixer`"
+        recurrent = self.delta_net or self.mixer
+        mixer = recurrent if kind.linear and recurrent else self._attention(kind)
         mlp = Mlp(
             width=self.hidden_size,
             inner=self.intermediate_size * (2 if kind.wide else 1),
@@ -253,7 +263,7 @@ class ModelConfig:
             fused=bool(self.fused),
             gated=self.mlp_gated,
             names=self.mlp_names,
-            module=WIDE_MLP if kind.wide else MLP,
+            module=WIDE_MLP if kind.wide else self.mlp_module,
         )
         around = Norms(
             width=self.hidden_size, position=self.norms, kind=self.norm_kind, bias=self.norm_bias,
@@ -329,6 +339,7 @@ class ModelConfig:
             v_norm=self.v_norm,
             k_is_v=kind.k_is_v,
             sharing=kind.sharing,
+            out=self.attention_out,
             module=MODULE if kind.head_dim is None else GLOBAL_ATTENTION,
         )
 

@@ -17,10 +17,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lorafusion_jax.adapters.spec import spelled
-from lorafusion_jax.layout.layer import BESIDE, EXPERTS, PARALLEL, PATHS
+from lorafusion_jax.layout.layer import BESIDE, BLOCK, EXPERTS, PARALLEL
 
-_THEIRS = re.compile(r"(.*layers\.\d{1,6}\.)(mlp\.)?experts\.(base_layer\.)*(lora_\w+\.weight)")
-_OURS = re.compile(rf"(.*layers\.\d{{1,6}}\.)(mlp|{PARALLEL})\.({'|'.join(EXPERTS)})\.(.+)")
+_THEIRS = re.compile(r"(.*layers\.\d{1,6}\.)(mlp\.|block_sparse_moe\.)?experts\.(base_layer\.)*(lora_\w+\.weight)")
+_OURS = re.compile(rf"(.*layers\.\d{{1,6}}\.)(mlp|{BLOCK}|{PARALLEL})\.({'|'.join(EXPERTS)})\.(.+)")
 
 
 def named_in_peft(targets: Sequence[str], paths: Collection[str]) -> tuple[list[str], list[str]]:
@@ -34,7 +34,11 @@ def named_in_peft(targets: Sequence[str], paths: Collection[str]) -> tuple[list[
     """
     inside = [path.split(".", 2)[-1] for path in paths]
     parallel = any(path.startswith(f"{PARALLEL}.") for path in inside)
-    parameters = [path.removeprefix("mlp." * parallel) for name, path in EXPERTS.items() if name in targets]
+    module = BLOCK if any(path.startswith(f"{BLOCK}.") for path in inside) else "mlp"
+    parameters = [
+        path.removeprefix("mlp.") if parallel else path.replace("mlp.", f"{module}.", 1)
+        for name, path in EXPERTS.items() if name in targets
+    ]  # fmt: skip
     if any(path.startswith(tuple(f"{module}." for module in BESIDE)) for path in inside):
         dense = [path for path in inside if path.startswith("mlp.") and path.rpartition(".")[2] not in EXPERTS]
         parameters += [f"{path}.weight" for path in dict.fromkeys(dense)]
@@ -59,7 +63,7 @@ def our_key(key: str, targets: Sequence[str]) -> str:
         return key
     present = [name for name in EXPERTS if name in targets]
     name = present[0] if match[3] else present[-1]
-    return f"{match[1]}{PATHS[name] if match[2] else f'{PARALLEL}.{name}'}.{match[4]}"
+    return f"{match[1]}{match[2] or f'{PARALLEL}.'}{name}.{match[4]}"
 
 
 def their_key(key: str, targets: Collection[str]) -> str:
@@ -68,7 +72,7 @@ def their_key(key: str, targets: Collection[str]) -> str:
     if match is None:
         return key
     present = [name for name in EXPERTS if name in targets]
-    module = "experts" if match[2] == PARALLEL else "mlp.experts"
+    module = "experts" if match[2] == PARALLEL else f"{match[2]}.experts"
     inside = "base_layer." if match[3] != present[-1] else ""
     return f"{match[1]}{module}.{inside}{match[4]}"
 

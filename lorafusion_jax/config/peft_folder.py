@@ -17,13 +17,13 @@ from lorafusion_jax.config.peft_config import CONFIG_FILE, SAVED, Described, des
 from lorafusion_jax.config.peft_experts import our_key, targets_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
-from lorafusion_jax.layout.layer import BESIDE, PARALLEL, PATHS, PER_LAYER_NAMES, saved_path
+from lorafusion_jax.layout.layer import BESIDE, BLOCK, MIXERS, PARALLEL, PATHS, PER_LAYER_NAMES, saved_path
 from lorafusion_jax.readable import check_regular
 
 TENSOR_FILE = "adapter_model.safetensors"
 ROOT = "base_model."
 PREFIX = f"{ROOT}model.model."
-_MODULES = dict.fromkeys(path.partition(".")[0] for path in PATHS.values() if "." in path)
+_MODULES = dict.fromkeys((*(path.partition(".")[0] for path in PATHS.values() if "." in path), *MIXERS, BLOCK))
 _IN_LAYER = "|".join(rf"{name}\." for name in (*BESIDE, PARALLEL, *_MODULES))  # longer ones first
 _OF_LAYER = "|".join(rf"{name}\." for name in PER_LAYER_NAMES)  # projections without a module
 _MATRICES = ("lora_A", "lora_B")  # they are modules with a weight; others are parameters

@@ -40,6 +40,7 @@ class Attention:
         sharing: "gives": later layers read its keys and values. "reads": its keys and values are those of the last
             layer before it that has this module and gives them, and it has no projections and norms of its own for
             them.
+        out: name of the output's projection.
         module: name of this part of the layer; layers with projections of other shapes have another.
     """
 
@@ -61,6 +62,7 @@ class Attention:
     v_norm: bool = False
     k_is_v: bool = False
     sharing: Sharing = "none"
+    out: str = "o_proj"
     module: str = MODULE
 
     @property
@@ -95,7 +97,7 @@ class Attention:
             outputs = {"qkv_proj": sum(outputs.values())}
         return (
             *(self._linear(name, "qkv", self.width, size, bias=self.bias) for name, size in outputs.items()),
-            self._linear("o_proj", "o", self.queries, self.width, bias=self.o_bias),
+            self._linear(self.out, "o", self.queries, self.width, bias=self.o_bias),
         )
 
     @property

@@ -107,6 +107,10 @@ class DeltaNet:
         }
 
     @property
+    def module(self) -> str:
+        return MODULE
+
+    @property
     def rope(self) -> None:
         """It knows the order of rows without rotary embeddings."""
         return

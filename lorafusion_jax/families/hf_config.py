@@ -63,8 +63,8 @@ class HFConfig(BaseModel):
     logits_scaling: Positive | None = None
     logit_scale: Positive | None = None
     use_parallel_residual: bool | None = None
-    num_experts: Entries | None = None
-    num_experts_per_tok: Width | None = None
+    num_experts: Annotated[int, Field(ge=0, le=2**24)] | None = None
+    num_experts_per_tok: Annotated[int, Field(ge=0, le=2**20)] | None = None
     moe_intermediate_size: Width | None = None
     norm_topk_prob: bool | None = None
     decoder_sparse_step: Annotated[int, Field(ge=1)] | None = None
@@ -91,6 +91,24 @@ class HFConfig(BaseModel):
     topk_group: Width | None = None
     topk_method: str | None = None
     use_qk_norm: bool | None = None
+    mamba_n_heads: Width | None = None
+    mamba_d_head: int | str | None = None
+    mamba_n_groups: Width | None = None
+    mamba_d_state: Width | None = None
+    mamba_d_conv: Annotated[int, Field(ge=1, le=64)] | None = None
+    mamba_expand: Annotated[int, Field(ge=1, le=64)] | None = None
+    mamba_conv_bias: bool | None = None
+    mamba_proj_bias: bool | None = None
+    time_step_limit: list[Any] | None = None
+    attn_layer_indices: list[int] | None = None
+    full_attn_idxs: list[int] | None = None
+    conv_L_cache: Annotated[int, Field(ge=1, le=64)] | None = None
+    conv_bias: bool | None = None
+    block_auto_adjust_ff_dim: bool | None = None
+    block_ffn_dim_multiplier: Positive | None = None
+    block_multiple_of: Width | None = None
+    position_embedding_type: str | None = None
+    shared_intermediate_size: Annotated[int, Field(ge=0, le=2**20)] | None = None
     global_head_dim: Width | None = None
     num_global_key_value_heads: Width | None = None
     attention_k_eq_v: bool | None = None

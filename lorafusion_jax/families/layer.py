@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.latent_attention import LatentAttention
+from lorafusion_jax.families.mamba import Mamba
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.norm import Norms
 from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.per_layer_input import PerLayerInput
+from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.layout.layer import FrozenArray, LayerSpec, Linear, Mechanism, Norm, SavedTensor
 
 SCALAR = "layer_scalar"
@@ -37,7 +40,7 @@ class Layer(LayerSpec):
     ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
     """
 
-    attention: Attention | DeltaNet | LatentAttention
+    attention: Attention | DeltaNet | LatentAttention | Mamba | ShortConvolution
     mlp: Mlp | Experts
     around: Norms
     beside: ParallelExperts | None = None
@@ -57,6 +60,12 @@ class Layer(LayerSpec):
     @property
     def row_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what each token keeps in the layer for the next ones of its sequence, by name."""
+        if isinstance(self.attention, Mamba | ShortConvolution):
+            raise ConfigError(
+                "generate.no-cache",
+                f"text cannot be generated with {type(self.attention).__name__} layers.",
+                fix="train, export and merge serve this base; generate with transformers or vLLM",
+            )
         return {} if isinstance(self.attention, DeltaNet) else self.attention.row_shapes
 
     @property

@@ -19,7 +19,7 @@ class Mlp:
         width: D.
         inner: F.
         bias: whether the projections have a bias.
-        fused: gate and up are one projection, `gate_up_proj`, gate first.
+        fused: gate and up are one projection, gate first: `gate_up_proj`, or the first of two names.
         gated: whether there is a gate.
         names: of its projections, as in checkpoints: gate, up and down; without a gate, up and down.
         module: part of the layer that owns it.
@@ -36,7 +36,8 @@ class Mlp:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        *first, down = ("gate_up_proj", self.names[-1]) if self.fused else self.names
+        *first, down = self.names
+        first = ["gate_up_proj"] if len(first) > 1 and self.fused else first
         size = 2 * self.inner if self.fused else self.inner
         return (
             *(self._linear(name, "gate_up", self.width, size) for name in first),

@@ -12,6 +12,7 @@ from lorafusion_jax.families.read_rope import FULL, LAYER_TYPES, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family
 
+_OLDER = {"attention": FULL, "mamba": LINEAR, "conv": LINEAR}  # spellings of published files
 DENSE, SPARSE = "dense", "sparse"  # of `mlp_layer_types`
 
 
@@ -46,7 +47,11 @@ def read_pattern(
     """The type of each layer of a config.json."""
     count = hf.num_hidden_layers or 0
     names = _layer_types(hf, family, count)
+    if family.mixer is not None:
+        names = [_OLDER.get(name, name) for name in names]
     turns = _turns(hf, family, count)
+    if hf.position_embedding_type != "rope" and "position_embedding_type" in family.meanings:
+        turns = [False] * count
     if family.rotated != "all":
         every = family.rotated == "windows, if any" and hf.sliding_window is None
         turns = [every or name == SLIDING for name in names]
@@ -56,7 +61,7 @@ def read_pattern(
             malformed.append(f"{key} has {len(values)} entries, and there are {count} layers")
     if isinstance(hf.sliding_window_pattern, str) and hf.layer_types is None and hf.sliding_window is not None:
         unsupported.append(f"sliding_window_pattern={shortened(hf.sliding_window_pattern)} without layer_types")
-    known = (*LAYER_TYPES, LINEAR) if family.delta_net is not None else LAYER_TYPES
+    known = (*LAYER_TYPES, LINEAR) if family.delta_net is not None or family.mixer is not None else LAYER_TYPES
     if "mlp_layer_types" in family.meanings:
         unsupported += _unread_mlp_types(hf)
     unknown = [name for name in dict.fromkeys(names) if name not in known]
@@ -89,6 +94,10 @@ def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
     if family.delta_net is not None and hf.layer_types is None:
         every = hf.full_attention_interval or 1
         return [FULL if (number + 1) % every == 0 else LINEAR for number in range(count)]
+    if family.mixer is not None and hf.layer_types is None:
+        full = hf.attn_layer_indices if "attn_layer_indices" in reads else hf.full_attn_idxs
+        every = family.mixer == "convolution" and full is None  # so in transformers
+        return [FULL if every or number in (full or ()) else LINEAR for number in range(count)]
     every_nth = isinstance(family.windows, int)  # these layers have a window, whatever the file says of its size
     off = (window is None and not every_nth) or ("use_sliding_window" in reads and not hf.use_sliding_window)
     if hf.layer_types is not None and "layer_types" in reads:

@@ -15,6 +15,7 @@ from lorafusion_jax.families.quantised import UnknownFormat, format_name
 from lorafusion_jax.families.read_delta_net import read_delta_net
 from lorafusion_jax.families.read_experts import read_experts
 from lorafusion_jax.families.read_latent import read_latent
+from lorafusion_jax.families.read_mixers import read_mixer
 from lorafusion_jax.families.read_rope import read_ropes
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family, family_named, find_families, known_models
@@ -66,6 +67,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     numbers = _numbers(hf, family)
     experts = read_experts(hf, family, numbers["activation"], malformed, unsupported)
     delta_net = read_delta_net(hf, family, numbers["activation"], malformed)
+    mixer = read_mixer(hf, family, numbers["activation"], malformed, unsupported)
     latent = read_latent(hf, family, numbers["qkv_bias"], malformed, unsupported)
     checkpoint_format = _checkpoint_format(hf, family, unsupported)
     _refuse_other_options(hf, raw, family, unsupported)
@@ -86,7 +88,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
             "wrapper": wrapper,
             "vocab_size": hf.vocab_size or 0,
             "hidden_size": hidden,
-            "intermediate_size": hf.intermediate_size or 0,
+            "intermediate_size": _inner(hf, family, experts is None),
             "num_layers": hf.num_hidden_layers or 0,
             "num_heads": heads,
             "num_kv_heads": kv_heads,
@@ -95,6 +97,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
             "dropouts": dropouts,
             "experts": experts,
             "delta_net": delta_net,
+            "mixer": mixer,
             "latent": latent,
             "input_width": hf.hidden_size_per_layer_input or 0,
             "input_vocab": (hf.hidden_size_per_layer_input and hf.vocab_size_per_layer_input) or 0,
@@ -190,6 +193,17 @@ def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
     }
     root = {"embedding_scale": (hf.hidden_size or 1) ** 0.5} if family.fields.get("embedding_scale") == "sqrt" else {}
     return numbers | dict(family.fields) | root
+
+
+def _inner(hf: HFConfig, family: Family, dense: bool) -> int:
+    """The width of the MLP."""
+    inner = hf.intermediate_size or 0
+    if "shared_intermediate_size" in family.meanings and dense:
+        return hf.shared_intermediate_size or inner
+    if hf.block_auto_adjust_ff_dim and "block_auto_adjust_ff_dim" in family.meanings:
+        inner, multiple = int((hf.block_ffn_dim_multiplier or 1) * int(2 * inner / 3)), hf.block_multiple_of or 1
+        return multiple * -(-inner // multiple)
+    return inner
 
 
 def _types(pattern: tuple[LayerType, ...]) -> dict[str, Any]:

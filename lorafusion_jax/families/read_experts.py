@@ -9,8 +9,9 @@ from lorafusion_jax.families.hf_config import HFConfig, shortened
 from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.table import Family
-from lorafusion_jax.layout.layer import BESIDE
+from lorafusion_jax.layout.layer import BESIDE, BLOCK, SHARED_MLP
 
+SHARED_NAMES = ("input_linear", "output_linear")
 _METHODS = ("greedy", "group_limited_greedy")
 
 
@@ -19,6 +20,8 @@ def read_experts(
 ) -> Experts | None:
     """The experts of a model whose family has some."""
     if family.experts is None or ("enable_moe_block" in family.meanings and not hf.enable_moe_block):
+        return None
+    if "shared_intermediate_size" in family.meanings and not hf.num_experts:
         return None
     count, active = hf.num_experts or 0, hf.num_experts_per_tok or 0
     if not count or not active:
@@ -71,6 +74,11 @@ def _unusable_groups(router: Router, count: int, active: int) -> list[str]:
 
 def _shared(hf: HFConfig, experts: Experts) -> Mlp | None:
     """The MLP beside the experts; its width is given, or a number of experts."""
+    if hf.shared_intermediate_size and experts.module == BLOCK:
+        return Mlp(
+            width=experts.width, inner=hf.shared_intermediate_size, activation=experts.activation, fused=True,
+            names=SHARED_NAMES, module=f"{BLOCK}.{SHARED_MLP}",
+        )  # fmt: skip
     inner = hf.shared_expert_intermediate_size or (hf.n_shared_experts or 0) * experts.inner
     if not inner:
         return None

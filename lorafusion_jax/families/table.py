@@ -14,7 +14,15 @@ from typing import Any, Literal
 from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.hf_config import COMMON
 from lorafusion_jax.families.norm import Place
-from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, PARALLEL, PER_LAYER, PER_LAYER_NAMES, WIDE_MLP
+from lorafusion_jax.layout.layer import (
+    BLOCK,
+    GLOBAL_ATTENTION,
+    PARALLEL,
+    PER_LAYER,
+    PER_LAYER_NAMES,
+    SHARED_MLP,
+    WIDE_MLP,
+)
 from lorafusion_jax.plugins import find, known_names
 
 GROUP = "lorafusion_jax.families"
@@ -54,6 +62,8 @@ class Family:
         experts_transposed: these two are [E, out, in]. Where only the other order fits a file, it has that.
         delta_net: fields of `DeltaNet` that all models of the family have in common; None: it has no such layers. The
             keys `linear_…` say the others, and `layer_types` or `full_attention_interval` which layers have it.
+        mixer: what layers of linear attention have in place of attention, if it is no delta net; the keys `mamba_…` and
+            `conv_…` say its sizes.
         latent: attention has latents; the keys `q_lora_rank`, `kv_lora_rank`, `qk_…` and `v_head_dim` say their widths.
         whole_heads: with latents, `head_dim` counts all channels of q and k, not only the rotating ones.
         rotated: layers with rotary embeddings: all, or those with a window ("if any": all of a model without windows).
@@ -79,6 +89,7 @@ class Family:
     expert_names: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
     experts_transposed: bool = False
     delta_net: Mapping[str, Any] | None = None
+    mixer: Literal["mamba", "convolution"] | None = None
     latent: bool = False
     whole_heads: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)
@@ -223,6 +234,25 @@ _QWEN_3_VL_MOE = {
     "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
     "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
     "decoder_sparse_step": 1, "mlp_only_layers": None, "tie_word_embeddings": True,
+}  # fmt: skip
+_GRANITE_MOE = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "attention_bias": False, "embedding_multiplier": 1.0, "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0, "logits_scaling": 1.0, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+_GRANITE_EXPERTS: dict[str, Any] = {
+    "experts": {"router": Router(score="softmax_of_chosen"), "module": BLOCK},
+    "keys": {"num_local_experts": "num_experts"}, "experts_transposed": True,
+    "expert_names": (f"{BLOCK}.input_linear.weight", f"{BLOCK}.output_linear.weight"),
+    "modules": {
+        f"{BLOCK}.router": f"{BLOCK}.router.layer",
+        f"{BLOCK}.{SHARED_MLP}.input_linear": f"{SHARED_MLP}.input_linear",
+        f"{BLOCK}.{SHARED_MLP}.output_linear": f"{SHARED_MLP}.output_linear",
+    },
+}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "time_step_limit": None,
 }  # fmt: skip
 _UNGATED = {"mlp_gated": False, "mlp_names": ("up_proj", "down_proj")}
 _LAYER_NORMS = {"norm_kind": "layer", "norm_bias": True}
@@ -575,6 +605,60 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5, "qkv_bias": False, "use_parallel_residual": False, "partial_rotary_factor": 0.25,
         },
         known=("rotary_scaling_factor",),
+    ),
+    "granitemoe": Family(
+        architectures=("GraniteMoeForCausalLM",), reads=_GRANITE_MOE, **_GRANITE_EXPERTS,
+        known=("router_aux_loss_coef",),
+    ),
+    "granitemoeshared": Family(
+        architectures=("GraniteMoeSharedForCausalLM",), reads=_GRANITE_MOE | {"shared_intermediate_size": 0},
+        **_GRANITE_EXPERTS, known=("router_aux_loss_coef",),
+    ),
+    "granitemoehybrid": Family(
+        architectures=("GraniteMoeHybridForCausalLM",), mixer="mamba", **_GRANITE_EXPERTS,
+        fields={"fused": "mlp", "mlp_module": SHARED_MLP, "mlp_names": ("input_linear", "output_linear")},
+        reads=_GRANITE_MOE | _MAMBA | {
+            "shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None,
+        },
+        known=("router_aux_loss_coef", "mamba_chunk_size", "normalization_function", "init_method"),
+    ),
+    "bamba": Family(
+        architectures=("BambaForCausalLM",), mixer="mamba", fields={"mlp_module": "feed_forward"},
+        reads=_MAMBA | {
+            "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262144, "attention_bias": False, "mlp_bias": False,
+            "partial_rotary_factor": 0.5, "attn_layer_indices": None,
+        },
+        known=("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb", "layers_block_type"),
+        modules={"post_attention_layernorm": "pre_ff_layernorm", "model.norm": "model.final_layernorm"},
+    ),
+    "lfm2": Family(
+        architectures=("Lfm2ForCausalLM",), mixer="convolution",
+        fields={
+            "qk_norm": True, "attention_out": "out_proj", "mlp_module": "feed_forward", "mlp_names": ("w1", "w3", "w2"),
+        },
+        keys={
+            "norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size",
+            "tie_word_embeddings": "tie_word_embeddings", "intermediate_size": "intermediate_size",
+        },
+        reads={
+            "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e6, "conv_bias": False,
+            "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": True, "full_attn_idxs": None, "layer_types": None,
+        },
+        known=(
+            "hidden_act", "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale",
+            "block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init",
+            "num_heads", "theta", "use_pos_enc",
+        ),
+        modules={
+            "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
+            "self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_attn.k_layernorm",
+            "model.norm": "model.embedding_norm",
+        },
     ),
     "ministral": Family(
         architectures=("MinistralForCausalLM",), windows="all",

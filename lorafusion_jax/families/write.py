@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from lorafusion_jax.families.pattern import DENSE, SPARSE
 from lorafusion_jax.families.read_rope import FULL, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.families.table import Family, family_named
 from lorafusion_jax.layout.layer import PARALLEL
 
@@ -40,6 +42,7 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
         | _full_layers(model)
         | _experts(model)
         | _delta_net(model)
+        | _mixer(model)
         | _latent(model)
     )
     out |= {key: value for key, value in optional.items() if key in family.meanings}
@@ -67,7 +70,7 @@ def _common(model: Any, family: Family) -> dict[str, Any]:
 def _experts(model: Any) -> dict[str, Any]:
     experts = model.experts
     if experts is None:
-        return {}
+        return {"num_experts": 0, "shared_intermediate_size": model.intermediate_size}
     dense = [number for number, kind in enumerate(model.pattern) if kind.dense]
     return {
         "enable_moe_block": experts.module == PARALLEL,
@@ -82,6 +85,7 @@ def _experts(model: Any) -> dict[str, Any]:
         "topk_method": "greedy" if experts.router.groups == 1 else "group_limited_greedy",
         "n_shared_experts": 0 if experts.shared is None else experts.shared.inner // experts.inner,
         "shared_expert_intermediate_size": None if experts.shared is None else experts.shared.inner,
+        "shared_intermediate_size": 0 if experts.shared is None else experts.shared.inner,
         "first_k_dense_replace": len(dense),
         "mlp_only_layers": dense,
         "decoder_sparse_step": 1,
@@ -100,6 +104,34 @@ def _delta_net(model: Any) -> dict[str, Any]:
         "linear_value_head_dim": net.value_dim,
         "linear_conv_kernel_dim": net.kernel,
         "layer_types": [LINEAR if kind.linear else FULL for kind in model.pattern],
+    }
+
+
+def _mixer(model: Any) -> dict[str, Any]:
+    mixer = model.mixer
+    if mixer is None:
+        return {}
+    linear = [isinstance(layer.attention, type(mixer)) for layer in model.layers]
+    turns = any(layer.attention.rope is not None for layer in model.layers)
+    types = {
+        "layer_types": [LINEAR if kind else FULL for kind in linear],
+        "attn_layer_indices": [number for number, kind in enumerate(linear) if not kind],
+        "position_embedding_type": "rope" if turns or all(linear) else None,
+    }
+    if isinstance(mixer, ShortConvolution):
+        types["layer_types"] = ["conv" if kind else FULL for kind in linear]
+        return types | {"conv_L_cache": mixer.kernel, "conv_bias": mixer.bias, "block_auto_adjust_ff_dim": False}
+    limits = [mixer.least, {"__float__": "Infinity"} if math.isinf(mixer.most) else mixer.most]
+    return types | {
+        "mamba_n_heads": mixer.heads,
+        "mamba_d_head": mixer.head_dim,
+        "mamba_n_groups": mixer.groups,
+        "mamba_d_state": mixer.state,
+        "mamba_d_conv": mixer.kernel,
+        "mamba_expand": mixer.queries // mixer.width,
+        "mamba_conv_bias": mixer.conv_bias,
+        "mamba_proj_bias": mixer.bias,
+        "time_step_limit": limits,
     }
 
 

@@ -26,8 +26,14 @@ PARALLEL = "parallel"  # experts beside an MLP, with norms of their own; "expert
 WIDE_MLP = "wide_mlp"  # an MLP of another width than that of most layers; "mlp" in files
 PER_LAYER = "per_layer"  # what adds a layer's input of its own; its projections are the layer's in files
 PER_LAYER_NAMES = ("per_layer_input_gate", "per_layer_projection")
-_SAVED = {f"{GLOBAL_ATTENTION}.": "self_attn.", f"{WIDE_MLP}.": "mlp.", f"{PER_LAYER}.": ""}
-MIXERS = ("self_attn", LINEAR_ATTENTION)  # modules in files of which a layer has one
+_SAVED = {
+    f"{GLOBAL_ATTENTION}.": "self_attn.", f"{WIDE_MLP}.": "mlp.", f"{PER_LAYER}.": "",
+    "block_sparse_moe.shared_mlp.": "shared_mlp.",
+}  # fmt: skip
+MAMBA, SHORT_CONVOLUTION = "mamba", "conv"
+BLOCK = "block_sparse_moe"  # experts where they are no `mlp`
+SHARED_MLP = "shared_mlp"  # the MLP of all rows there, beside experts or alone
+MIXERS = ("self_attn", LINEAR_ATTENTION, MAMBA, SHORT_CONVOLUTION)  # modules in files of which a layer has one
 PATHS: Mapping[str, str] = {
     name: f"{module}.{name}"
     for module, names in {
@@ -35,6 +41,7 @@ PATHS: Mapping[str, str] = {
             "q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj",
             "o_proj",
         ),
+        MAMBA: ("in_proj",),
         LINEAR_ATTENTION: (
             "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
         ),
@@ -42,6 +49,8 @@ PATHS: Mapping[str, str] = {
             "gate_proj", "up_proj", "gate_up_proj", "down_proj", "c_fc", "c_proj", "experts_gate_up_proj",
             "experts_down_proj",
         ),
+        "feed_forward": ("w1", "w3", "w2"),
+        SHARED_MLP: ("input_linear", "output_linear"),
     }.items()
     for name in names
 } | {name: name for name in PER_LAYER_NAMES}  # fmt: skip

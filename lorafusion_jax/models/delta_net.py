@@ -30,7 +30,8 @@ LEAST_SQUARE = 1e-6  # added to the squared length of q and of k
 class Convolution(nnx.Module):
     """A causal convolution of each channel, over rows of the same sample."""
 
-    def __init__(self, shape: tuple[int, int, int], *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, shape: tuple[int, int, int], *, dtype: Any, rngs: nnx.Rngs, bias: bool = False):
+        self.bias = nnx.Param(jnp.zeros(shape[:1], dtype)) if bias else nnx.data(None)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype))
 
     def __call__(self, x_TN: Float[Array, "T N"], segments: Segments) -> Float[Array, "T N"]:
@@ -42,7 +43,7 @@ class Convolution(nnx.Module):
             same_T = jnp.pad(ids_T, (back, 0), constant_values=-1)[: len(ids_T)] == ids_T
             earlier_TN = jnp.pad(x_TN, ((back, 0), (0, 0)))[: len(x_TN)]
             y_TN = y_TN + jnp.where(same_T[:, None], earlier_TN, 0.0) * weight_NR[:, -1 - back]
-        return y_TN
+        return y_TN if self.bias is None else y_TN + self.bias[...].astype(jnp.float32)
 
     def next_row(self, x_BRN: Float[Array, "B R N"]) -> Float[Array, "B N"]:
         """The last row of each sequence, of whose last R rows x has."""

@@ -20,6 +20,8 @@ from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.latent_attention import LatentAttention
+from lorafusion_jax.families.mamba import Mamba
+from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.layout.layer import Half
 from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.build import Builder
@@ -28,11 +30,13 @@ from lorafusion_jax.models.delta_net import GatedDeltaNet
 from lorafusion_jax.models.experts import MixtureOfExperts
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.latent_attention import LatentSelfAttention
+from lorafusion_jax.models.mamba import MambaMixer
 from lorafusion_jax.models.mlp import MLP
 from lorafusion_jax.models.norm import LayerNorm, RMSNorm
 from lorafusion_jax.models.parallel_experts import ParallelMixture
 from lorafusion_jax.models.per_layer_input import OwnInput
 from lorafusion_jax.models.self_attention import SelfAttention
+from lorafusion_jax.models.short_convolution import GatedConvolution
 from lorafusion_jax.models.stream import Stream
 from lorafusion_jax.modules.tensor_sums import added_up, copied
 
@@ -75,6 +79,10 @@ class DecoderLayer(nnx.Module):
             mixer = spec.attention
             if isinstance(mixer, DeltaNet):
                 self.linear_attn = GatedDeltaNet(build, mixer)
+            elif isinstance(mixer, Mamba):
+                setattr(self, mixer.module, MambaMixer(build, mixer))
+            elif isinstance(mixer, ShortConvolution):
+                setattr(self, mixer.module, GatedConvolution(build, mixer))
             elif isinstance(mixer, LatentAttention):
                 self.self_attn = LatentSelfAttention(build, mixer)
             else:
@@ -161,8 +169,8 @@ class DecoderLayer(nnx.Module):
         return y_TD, choices[0] if choices else None
 
     def _mix(self, h_TD: jax.Array, inputs: LayerInputs, implementation: AttentionImplementation | None) -> jax.Array:
-        if isinstance(self.spec.attention, DeltaNet):
-            return self.linear_attn(h_TD, inputs)
+        if isinstance(self.spec.attention, DeltaNet | Mamba | ShortConvolution):
+            return getattr(self, self.spec.attention.module)(h_TD, inputs)
         return self._attention(h_TD, inputs, implementation)
 
     def _run(

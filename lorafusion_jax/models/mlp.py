@@ -14,17 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.models.build import Builder
-from lorafusion_jax.modules import LoRAContext, LoRALinear, lora_mlp, lora_siblings
+from lorafusion_jax.modules import LoRAContext, lora_mlp, lora_siblings
 from pallas_kernels.mlp.xla import activate, gate_with
 
 
 class MLP(nnx.Module):
     """down_proj(activation(gate_proj x) · up_proj x); see `families.mlp.Mlp`."""
-
-    gate_proj: LoRALinear
-    up_proj: LoRALinear
-    gate_up_proj: LoRALinear  # instead of the two above, where they are fused
-    down_proj: LoRALinear
 
     def __init__(self, build: Builder, spec: Mlp):
         self.spec = spec
@@ -34,18 +29,17 @@ class MLP(nnx.Module):
             setattr(self, linear.name, build.linear(linear.name))
 
     def __call__(self, x_TD: jax.Array, lora: LoRAContext | None) -> jax.Array:
+        *first, down = (getattr(self, linear.name) for linear in self.spec.linears)
         if self.spec.as_one_op:
-            return lora_mlp(x_TD, self.gate_proj, self.up_proj, self.down_proj, lora, sites=self.sites)
+            return lora_mlp(x_TD, *first, down, lora, sites=self.sites)
         x_site, down_site = self.sites
         if not self.spec.gated:
-            up, down = (getattr(self, linear.name) for linear in self.spec.linears)
-            (up_TF,) = lora_siblings(x_TD, (up,), lora, site=x_site)
+            (up_TF,) = lora_siblings(x_TD, first, lora, site=x_site)
             return down(self._activated(checkpoint_name(up_TF, "up")), lora, site=down_site)
-        gates = (self.gate_up_proj,) if self.spec.fused else (self.gate_proj, self.up_proj)
-        outputs = lora_siblings(x_TD, gates, lora, site=x_site)
+        outputs = lora_siblings(x_TD, first, lora, site=x_site)
         gate_TF, up_TF = jnp.split(outputs[0], 2, axis=-1) if self.spec.fused else outputs
         gated_TF = gate_with(self.spec.activation, checkpoint_name(gate_TF, "gate"), checkpoint_name(up_TF, "up"))
-        return self.down_proj(gated_TF, lora, site=down_site)
+        return down(gated_TF, lora, site=down_site)
 
     def _activated(self, up_TF: jax.Array) -> jax.Array:
         return activate(self.spec.activation, up_TF) if self.act_fn is None else self.act_fn(up_TF)

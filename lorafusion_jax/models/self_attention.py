@@ -25,12 +25,11 @@ class SelfAttention(nnx.Module):
     """o_proj(attention(rope(norm(q_proj x)), rope(norm(k_proj x)), v_proj x)); see `families.attention.Attention`."""
 
     q_proj: LoRALinear
-    o_proj: LoRALinear
 
     def __init__(self, build: Builder, spec: Attention):
         self.spec, self.eps = spec, build.layer.around.eps
         self.rope = None if spec.rope is None else build.config.ropes.index(spec.rope)
-        self.sites = build.layer.site_index(spec.linears[0].name), build.layer.site_index("o_proj")
+        self.sites = build.layer.site_index(spec.linears[0].name), build.layer.site_index(spec.out)
         self.inputs = tuple(linear.name for linear in spec.linears if linear.site == "qkv")
         for linear in spec.linears:
             setattr(self, linear.name, build.linear(linear.name))
@@ -106,7 +105,7 @@ class SelfAttention(nnx.Module):
 
     def _out(self, o_TD: jax.Array, gate_TD: jax.Array | None, inputs: LayerInputs) -> jax.Array:
         o_TD = o_TD if gate_TD is None else _gated(o_TD, gate_TD)
-        return self.o_proj(o_TD, inputs.lora, site=self.sites[1])
+        return getattr(self, self.spec.out)(o_TD, inputs.lora, site=self.sites[1])
 
     def _heads(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Returns q, k and v by head, normalised and rotated, and the gates of a gated attention."""

@@ -12,6 +12,8 @@ from math import prod
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.families.mamba import Mamba
+from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.layout.layer import Half
 
 EXPERTS = 2.0  # products of experts: rows are sorted and padded, and tiles are small
@@ -32,7 +34,8 @@ def row_weights(layer: Layer, half: Half | None = None, *, hopper: bool = True) 
 def attention_elements(layer: Layer, sample_tokens: float) -> float:
     """Products per row of scores and of their values, whose time grows with a sample: reach · H · C."""
     mixer = layer.attention
-    return 0.0 if isinstance(mixer, DeltaNet) else mixer.reach(sample_tokens) * mixer.queries
+    recurrent = isinstance(mixer, DeltaNet | Mamba | ShortConvolution)
+    return 0.0 if recurrent else mixer.reach(sample_tokens) * mixer.queries
 
 
 def mean_over_layers(model: ModelConfig, value: Callable[[Layer], float]) -> float:
@@ -43,4 +46,6 @@ def mean_over_layers(model: ModelConfig, value: Callable[[Layer], float]) -> flo
 
 def _rule(mixer: object, hopper: bool) -> float:
     rule = RULE if hopper else XLA_RULE
+    if isinstance(mixer, Mamba):  # whose space is computed by XLA everywhere
+        return XLA_RULE * mixer.reach(1) * mixer.queries
     return rule * mixer.reach(1) * mixer.queries if isinstance(mixer, DeltaNet) else 0.0

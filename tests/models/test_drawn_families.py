@@ -30,7 +30,7 @@ FILE = Path(os.environ.get("DRAWN", Path(__file__).parent / CASES_FILE))
 ROWS = {row["case"]: row for row in map(json.loads, FILE.read_text().splitlines())}
 VALUES, GRADIENTS = 1e-5, 1e-4  # relative, as in `test_parity`
 # The first model of each family; of every run those with a mechanism that no other has, forward only.
-EVERY_DAY = ("hunyuan_v1_dense", "glm4", "apertus", "starcoder2", "cohere2")
+EVERY_DAY = ("hunyuan_v1_dense", "glm4", "apertus", "starcoder2", "cohere2", "granitemoehybrid", "lfm2")
 FORWARD = {ModelConfig.from_hf(row["config"]).family: case for case, row in reversed(ROWS.items())}
 
 
@@ -124,3 +124,11 @@ def test_the_best_group_is_that_of_the_best_expert_or_of_the_best_two(value, wan
     chosen, weights = choose_experts(jnp.log(jnp.array([[0.4, 0.05, 0.3, 0.25]])), experts)
     assert {*chosen[0].tolist()} == wanted
     np.testing.assert_allclose(weights.sum(), 0.45 if value == "best" else 0.55, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("case", "mixer"), [("bamba", "Mamba"), ("lfm2", "ShortConvolution")])
+def test_generation_refuses_layers_whose_state_it_does_not_keep(case, mixer):
+    kinds = ModelConfig.from_hf(ROWS[case]["config"]).kinds
+    layer = next(layer for layer in kinds if type(layer.attention).__name__ == mixer)
+    with pytest.raises(ConfigError, match=f"text cannot be generated with {mixer} layers"):
+        _ = layer.row_shapes

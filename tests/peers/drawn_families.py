@@ -30,7 +30,7 @@ ROWS = map(
     json.loads, Path(__file__).parents[1].joinpath("models/drawn_cases.jsonl").read_text(encoding="utf-8").splitlines()
 )
 CASES = {row["case"]: (row["class"], row["config"], row["share"]) for row in ROWS}
-TARGETS = [*OF_GOLDEN, "c_fc", "c_proj"]
+TARGETS = [*OF_GOLDEN, "c_fc", "c_proj", "in_proj", "input_linear", "output_linear", "w1", "w2", "w3"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()

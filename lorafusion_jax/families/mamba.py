@@ -1,0 +1,118 @@
+"""Mamba-2 in place of attention: a state per head instead of all earlier keys and values. `models.mamba` executes it.
+
+D model width · H heads · P head width · G groups of heads · N state width
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lorafusion_jax.families.mlp import Activation
+from lorafusion_jax.layout.layer import MAMBA, FrozenArray, Linear, Norm, SavedTensor
+
+IN, OUT = "mamba_in", "mamba_out"  # sites, and checkpoint names
+CHUNK = 64  # rows that are taken together, see `pallas_kernels.state_space`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """out_proj(norm((space(x·Δ, B, C, Δ·A) + D·x) · silu(z))),  (z, x, B, C, Δ) from in_proj.
+
+    (x, B, C) = act(convolution(x, B, C)),  Δ = softplus(Δ + bias), within limits,  A = -e^A_log
+
+    `pallas_kernels.state_space` has the space. The norm is over the channels of each group of heads.
+
+    Args:
+        width: D.
+        heads, head_dim, groups, state: H, P, G and N.
+        kernel: rows of the convolution.
+        bias, conv_bias: whether in_proj and out_proj, and the convolution, have a bias.
+        least, most: limits of Δ.
+        eps: of the norm.
+    """
+
+    width: int
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    kernel: int = 4
+    activation: Activation = "silu"
+    bias: bool = False
+    conv_bias: bool = True
+    least: float = 0.0
+    most: float = math.inf
+    module: str = MAMBA
+
+    @property
+    def queries(self) -> int:
+        """H · P, width of the output before its projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """G · N"""
+        return self.groups * self.state
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.queries + 2 * self.keys
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        inputs = self.queries + self.channels + self.heads
+        return (
+            self._linear("in_proj", IN, self.width, inputs),
+            self._linear("out_proj", OUT, self.queries, self.width),
+        )
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return (Norm(path=f"{self.module}.norm", half="attention", width=self.queries),)
+
+    @property
+    def arrays(self) -> tuple[FrozenArray, ...]:
+        shapes: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(("A_log", "D", "dt_bias"), (self.heads,)),
+            "conv1d.weight": (self.channels, 1, self.kernel),
+        }
+        shapes |= {"conv1d.bias": (self.channels,)} if self.conv_bias else {}
+        return tuple(
+            FrozenArray(path=f"{self.module}.{name}", half="attention", shape=shape) for name, shape in shapes.items()
+        )
+
+    @property
+    def saved(self) -> tuple[SavedTensor, ...]:
+        return (
+            _saved("z, x, B, C, Δ", self.queries + self.channels + self.heads, IN),
+            _saved("x, B, C of the space", self.channels),
+            _saved("Δ and its decay", 2 * self.heads, float32=True),
+            _saved("output of the space", self.queries, OUT),
+            _saved("gated output, for out_proj", self.queries),
+        )
+
+    @property
+    def rope(self) -> None:
+        """It knows the order of rows without rotary embeddings."""
+        return
+
+    @property
+    def window(self) -> None:
+        return
+
+    def reach(self, sample_tokens: float) -> float:
+        """As `DeltaNet.reach`."""
+        del sample_tokens  # each row reads one state
+        return 2 * self.state + CHUNK * (self.state / self.head_dim / self.heads * self.groups + 1)
+
+    def _linear(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
+        return Linear(
+            name=name, module=self.module, half="attention", site=site, in_features=inputs, out_features=outputs,
+            bias=self.bias,
+        )  # fmt: skip
+
+
+def _saved(name: str, width: int, checkpoint: str | None = None, *, float32: bool = False) -> SavedTensor:
+    return SavedTensor(name=name, half="attention", width=width, checkpoint=checkpoint, float32=float32)

@@ -1,0 +1,78 @@
+"""Mamba-2 as a module: executes `families.mamba.Mamba`.
+
+T packed tokens · D model width · H heads · P head width · G groups of heads · N state width · K channels
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from lorafusion_jax.families.mamba import IN, OUT, Mamba
+from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.delta_net import Convolution
+from lorafusion_jax.models.inputs import LayerInputs
+from lorafusion_jax.models.norm import RMSNorm
+from lorafusion_jax.models.segments import Segments
+from lorafusion_jax.modules import LoRALinear
+from pallas_kernels.mlp.xla import ACTIVATIONS
+from pallas_kernels.norm import rms_norm
+from pallas_kernels.state_space import state_space
+
+
+class MambaMixer(nnx.Module):
+    """out_proj(norm((space(x·Δ, B, C, Δ·A) + D·x) · silu(z))); see `families.mamba.Mamba`."""
+
+    in_proj: LoRALinear
+    out_proj: LoRALinear
+
+    def __init__(self, build: Builder, spec: Mamba):
+        self.spec, self.act, self.eps = spec, ACTIVATIONS[spec.activation], build.layer.around.eps
+        self.sites = build.layer.site_index("in_proj"), build.layer.site_index("out_proj")
+        for linear in spec.linears:
+            setattr(self, linear.name, build.linear(linear.name))
+        shape = (spec.channels, 1, spec.kernel)
+        self.conv1d = Convolution(shape, bias=spec.conv_bias, dtype=build.dtype, rngs=build.rngs)
+        rates = jnp.arange(1, spec.heads + 1, dtype=build.dtype) / spec.heads
+        self.A_log, self.dt_bias = nnx.Param(jnp.log(rates)), nnx.Param(jnp.zeros_like(rates))
+        self.D = nnx.Param(jnp.ones_like(rates))
+        self.norm = RMSNorm(spec.queries, eps=self.eps, dtype=build.dtype)
+
+    def __call__(self, x_TD: Float[Array, "T D"], inputs: LayerInputs) -> Float[Array, "T D"]:
+        site, out_site = self.sites
+        mixed = checkpoint_name(self.in_proj(x_TD, inputs.lora, site=site), IN)
+        spec, segments = self.spec, inputs.segments
+        z, channels_TK, step_TH = jnp.split(mixed, (spec.queries, spec.queries + spec.channels), axis=-1)
+        # Backward computes what is elementwise again, and so keeps nothing in float32.
+        x_THP, *rows = jax.checkpoint(partial(self._rows, segments=segments))(channels_TK, step_TH)
+        ids, offsets, lengths = map(jnp.asarray, (segments.ids, segments.offsets, segments.lengths))
+        y_THP = state_space(*rows, ids=ids, offsets=offsets, lengths=lengths)
+        gated = jax.checkpoint(self._gated)(checkpoint_name(y_THP, OUT), x_THP, z)
+        return self.out_proj(gated, inputs.lora, site=out_site)
+
+    def _rows(self, channels_TK: jax.Array, step_TH: jax.Array, *, segments: Segments) -> tuple[jax.Array, ...]:
+        """Returns x, and x·Δ, B, C and Δ·A of each row."""
+        spec, rows = self.spec, len(channels_TK)
+        channels = self.act(self.conv1d(channels_TK, segments))
+        x, b, c = jnp.split(channels, (spec.queries, spec.queries + spec.keys), axis=-1)
+        x = x.reshape(rows, spec.heads, -1)
+        b, c = (y.reshape(rows, spec.groups, -1) for y in (b, c))
+        bias_H, rate_H = (leaf[...].astype(jnp.float32) for leaf in (self.dt_bias, self.A_log))
+        step_TH = jax.nn.softplus(step_TH.astype(jnp.float32) + bias_H)
+        step_TH = jnp.clip(step_TH, spec.least, spec.most)
+        dtype = channels_TK.dtype
+        scaled = (y.astype(dtype) for y in (x, x * step_TH[..., None], b, c))
+        return (*scaled, -jnp.exp(rate_H) * step_TH)
+
+    def _gated(self, y_THP: jax.Array, x_THP: jax.Array, z: jax.Array) -> jax.Array:
+        y = y_THP.astype(jnp.float32) + x_THP.astype(jnp.float32) * self.D[...].astype(jnp.float32)[:, None]
+        y = y.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
+        groups = y.reshape(len(z), self.spec.groups, -1)
+        ones = jnp.ones((groups.shape[-1],), jnp.float32)
+        normed = rms_norm(groups, ones, eps=self.eps).reshape(z.shape)
+        return (normed * self.norm.weight[...].astype(jnp.float32)).astype(z.dtype)

@@ -1,0 +1,3 @@
+"""Selective state spaces (Mamba-2) over packed rows."""
+
+from pallas_kernels.state_space.xla import state_space as state_space
