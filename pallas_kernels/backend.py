@@ -52,7 +52,7 @@ class Backend(Protocol):
 
 
 def register(name: str, backend: Backend) -> None:
-    """Makes a backend available as `implementation=name`.
+    """Makes a backend available as `implementation=name`; no message offers one whose name begins with `_`.
 
     Raises:
         ValueError: the name is taken.
@@ -87,7 +87,8 @@ def load(name: str, *, quantised: bool = False) -> Backend:
     if name in _registered:
         return _registered[name]
     if name not in _BUILT_IN:
-        raise ValueError(f"unknown implementation {name!r}; choose one of {', '.join(sorted(names()))} or None")
+        listed = sorted(known for known in names() if not known.startswith("_"))
+        raise ValueError(f"unknown implementation {name!r}; choose one of {', '.join(listed)} or None")
     homes = _BUILT_IN | _QUANTISED if quantised else _BUILT_IN
     return cast(Backend, importlib.import_module(homes[name]))
 

@@ -121,7 +121,7 @@ class Engine:
         programs: Sequence[GenerationPrograms] | None = None,
     ):
         parts = stages[0].parts
-        self.model, self._specs = parts.model, parts.specs
+        self.model, self._stages = parts.model, stages
         self.programs = list(programs or [GenerationPrograms(stage) for stage in stages])
         number = blocks_that_fit(stages) if blocks is None else blocks
         sizes = {"rows": max(power_of_two(rows), FEWEST_ROWS), "blocks": number}
@@ -139,7 +139,8 @@ class Engine:
 
     def snapshot(self, adapter: int) -> Sampler:
         """Copies the weights that an adapter has now. Later steps do not change the copy."""
-        sampler = Sampler(number=next(self._numbers), adapter=adapter, name=self._specs[adapter].name)
+        spec = dict(self._stages[0].occupied)[adapter]  # another than at the start, where adapters come and go
+        sampler = Sampler(number=next(self._numbers), adapter=adapter, name=spec.name, scale=spec.scale)
         slot = self._slots.take(sampler)
         if slot is not None:
             sampler.finite = self._passes.put(adapter, slot)

@@ -16,8 +16,9 @@ from jax import Array
 from lorafusion_jax.adapters.tokens import Table
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.generation.choose import Choices, Chosen, Listed, seen_tokens
-from lorafusion_jax.generation.packing import PromptPass, Scored
+from lorafusion_jax.generation.packing import BASE, PromptPass, Scored
 from lorafusion_jax.generation.programs import GenerationPrograms, Position
+from lorafusion_jax.generation.slots import Sampler
 from lorafusion_jax.models.cache import CachedRows
 from lorafusion_jax.models.stream import activations, joined
 from lorafusion_jax.session.inputs import Inputs
@@ -66,7 +67,7 @@ class StagePasses:
         self.stage, self._programs = stage, programs
         pieces = stage.weights.pieces
         self._bank = programs.empty_bank(stage.all_leaves, slots) if stage.parts.specs else [{} for _ in [*pieces, 0]]
-        self.hold([-1] * slots)
+        self.hold([None] * slots)
         self._starts = range(0, len(pieces), BLOCK)
         self._numbers = [replicate(np.int32(stage.extent.pieces[start].layer), stage.mesh) for start in self._starts]
         caches = programs.empty_caches(rows, blocks)
@@ -88,9 +89,11 @@ class StagePasses:
             if mixer is not None and mixer.sharing == "gives" and mixer.module in reads
         }
 
-    def hold(self, adapters: Sequence[int]) -> None:
-        """Says which adapters are in the slots."""
-        self._slots = replicate(self._programs.slots(adapters), self.stage.mesh)
+    def hold(self, samplers: Sequence[Sampler | None]) -> None:
+        """Says which samplers are in the slots."""
+        adapters = [BASE if sampler is None else sampler.adapter for sampler in samplers]
+        scales = [1.0 if sampler is None else sampler.scale for sampler in samplers]
+        self._slots = replicate(self._programs.slots(adapters, scales), self.stage.mesh)
 
     def put(self, adapter: int, slot: int) -> list[Array]:
         """Copies an adapter's weights of this moment to a slot. Returns whether they are finite, in parts."""
@@ -207,10 +210,10 @@ class Passes:
         for stage, value in zip(self._stages, values, strict=True):
             stage.write(slot, value)
 
-    def hold(self, adapters: Sequence[int]) -> None:
+    def hold(self, samplers: Sequence[Sampler | None]) -> None:
         """Says which adapters are in the slots."""
         for stage in self._stages:
-            stage.hold(adapters)
+            stage.hold(samplers)
 
     def copy(self, blocks: np.ndarray, rows: np.ndarray) -> None:
         """Copies blocks and states, [from, to] each."""

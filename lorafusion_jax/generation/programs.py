@@ -212,12 +212,17 @@ class GenerationPrograms:
             taken[name.removeprefix(LAYERS)] = view.swapaxes(0, _slot_axis(name, view.ndim))
         return taken
 
-    def slots(self, adapters: Sequence[int]) -> Slots:
-        """Returns what the adapters in some slots are, -1 for none."""
-        specs, places = self._parts.specs, np.array(adapters, np.int32)
-        scale = np.array([specs[index].scale if index >= 0 else 1.0 for index in adapters], np.float32)
+    def slots(self, adapters: Sequence[int], scales: Sequence[float]) -> Slots:
+        """Returns what the adapters in some slots are, -1 for none.
+
+        Args:
+            scales: of the adapters; one in a place may have another than the place's first.
+        """
+        places = np.array(adapters, np.int32)
         return Slots(
-            scale, self._parts.inputs.kinds_in(places), {table: self._token_ids(adapters, table) for table in TABLES}
+            np.array(scales, np.float32),
+            self._parts.inputs.kinds_in(places),
+            {table: self._token_ids(adapters, table) for table in TABLES},
         )
 
     def _token_ids(self, adapters: Sequence[int], table: Table) -> np.ndarray:

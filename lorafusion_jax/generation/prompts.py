@@ -43,7 +43,8 @@ def prompt_tokens(
     if template is None:
         message = f"{where} has messages, but the model has no chat template."
         raise DataError("generate.no-template", message, fix="give a text instead of messages")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]  # type: ignore[arg-type]
+    asked: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages: list[dict[str, Any]] = [dict(message) for message in asked]
     begun = bool(messages) and messages[0].get("role") in ("system", "developer")
     messages = messages if system is None or begun else [{"role": "system", "content": system}, *messages]
     if not prompt:

@@ -19,7 +19,7 @@ from pallas_kernels.device import target_platform
 from pallas_kernels.frozen_weight import frozen_product
 from pallas_kernels.problem import Operands, Static
 
-NAME = "row_adapters"
+NAME = "_row_adapters"
 
 
 class RowAdapters:

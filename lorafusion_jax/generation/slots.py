@@ -17,6 +17,7 @@ class Sampler:
         number: of all samplers of an engine.
         adapter: index among those of the stages, or `BASE`.
         name: in messages.
+        scale: of its low-rank product.
         finite: whether its weights are numbers.
         slot: of the bank (None: none now).
         on_host: its weights, while they are on the host.
@@ -29,6 +30,7 @@ class Sampler:
     number: int
     adapter: int
     name: str
+    scale: float = 1.0
     finite: bool = True
     slot: int | None = None
     on_host: Any = None
@@ -44,7 +46,7 @@ class SlotTable:
     Args:
         slots: their number.
         read, write: copy a slot to the host, and back.
-        changed: called with the adapters of all slots after a change.
+        changed: called with the samplers of all slots after a change.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class SlotTable:
         slots: int,
         read: Callable[[int], Any],
         write: Callable[[int, Any], None],
-        changed: Callable[[list[int]], None],
+        changed: Callable[[list[Sampler | None]], None],
     ):
         self._held: list[Sampler | None] = [None] * slots
         self._read, self._write, self._changed = read, write, changed
@@ -72,7 +74,7 @@ class SlotTable:
             oldest.slot = None
         sampler.slot, self._held[free[0]] = free[0], sampler
         self._touch(sampler)
-        self._changed([BASE if held is None else held.adapter for held in self._held])
+        self._changed(list(self._held))
         return sampler.slot
 
     def acquire(self, sampler: Sampler) -> int | None:

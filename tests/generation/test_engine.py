@@ -99,7 +99,7 @@ class HashedPasses:
 
 def hashed_engine(monkeypatch, **options) -> Engine:
     monkeypatch.setattr(engine_module, "Passes", HashedPasses)
-    stage = SimpleNamespace(parts=SimpleNamespace(model=SHAPE, specs=SPECS))
+    stage = SimpleNamespace(parts=SimpleNamespace(model=SHAPE, specs=SPECS), occupied=list(enumerate(SPECS)))
     return Engine([stage], programs=[None], **options)  # type: ignore[list-item]
 
 
@@ -337,6 +337,18 @@ def test_settings_of_a_request_change_its_own_tokens_only(stage, programs):
     assert same.tokens == plain.tokens
     assert stopped.drawn_tokens == plain.tokens[: plain.tokens.index(plain.tokens[4]) + 1]
     assert (stopped.end, stopped.drawn_logprobs[-1]) == ("stop", stopped.end_logprob)
+
+
+def test_an_adapter_in_a_place_has_a_scale_of_its_own(stage, programs, monkeypatch):
+    """Not that of the place: an adapter whose scale is almost 0 answers as the base."""
+    engine, samplers = opened(stage, programs)
+    other = replace(stage._specs[0], name="later", alpha=1e-20)
+    monkeypatch.setattr(stage, "_specs", [other, *stage._specs[1:]])
+    asked = replace(requests(8)[1], sampling=Sampling(max_tokens=4))
+    chosen = (engine.base, samplers[1], engine.snapshot(0))
+    base, first, later = run(engine, [replace(asked, sampler=sampler) for sampler in chosen])
+    np.testing.assert_allclose(later.logprobs, base.logprobs, rtol=1e-4)
+    assert not np.allclose(first.logprobs, base.logprobs, rtol=1e-4)
 
 
 def test_snapshots_do_not_move_and_one_that_is_not_finite_ends_its_own_requests(stage, programs):

@@ -118,7 +118,8 @@ def paged_attention_kernel(
         some = total > 0
         total = jnp.where(some, total, 1.0)
         row, inside = ((sequence * K + head) * parts + part) * group + number, number < group
-        plt.store(o_ref.at[row, :], (o / total[:, None]).astype(o_ref.dtype), mask=inside[:, None])
+        cells = jnp.broadcast_to(row[:, None], (ROWS, C)), jnp.broadcast_to(lax.iota(jnp.int32, C)[None], (ROWS, C))
+        plt.store(o_ref.at[cells], (o / total[:, None]).astype(o_ref.dtype), mask=inside[:, None])
         plt.store(lse2_ref.at[row], jnp.where(some, m + jnp.log2(total), MASKED), mask=inside)
 
     alone = parts == 1 and sinks is None
