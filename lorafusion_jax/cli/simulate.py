@@ -30,8 +30,8 @@ EXAMPLE_JOBS = 60
 
 def command(
     trace: Annotated[
-        Path | None,
-        typer.Argument(exists=True, dir_okay=False, help="CSV: our columns, or those of Philly, Helios or ACME"),
+        str | None,
+        typer.Argument(help="CSV file: our columns, or those of Philly, Helios or ACME"),
     ] = None,
     also: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", help="further policies")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="number of GPUs of the cluster, in hosts of eight")] = 64,
@@ -47,6 +47,8 @@ def command(
     Example: lorafusion simulate --example trace.csv --gpus 16 --policy ours fifo
     """
     ends_in(to, ".html")
+    if example is not None and trace in POLICIES:  # the first free word, behind `--policy ours`
+        trace, also = None, [trace, *(also or [])]
     if (trace is None) == (example is None):
         message = "there is no trace to simulate." if trace is None else "there are two traces."
         raise ConfigError(
@@ -62,12 +64,12 @@ def command(
     rates = Rates()
     if example is not None:
         _write_example(example, workers, seed, rates)
-    trace = example if trace is None else trace
-    assert trace is not None
-    jobs = read_trace(_text(trace), workers=workers, seed=seed, rates=rates, where=str(trace))
+    file = example if trace is None else Path(trace)
+    assert file is not None
+    jobs = read_trace(_text(file), workers=workers, seed=seed, rates=rates, where=str(file))
     results = [simulate_cluster(jobs, workers, policy=name, rates=rates) for name in names]
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(replay_html(results, title=f"{trace.name}: {len(jobs)} jobs on {gpus} GPUs"), encoding="utf-8")
+    to.write_text(replay_html(results, title=f"{file.name}: {len(jobs)} jobs on {gpus} GPUs"), encoding="utf-8")
     plot = to.with_suffix(".svg")
     plot.write_text(completion_svg(results), encoding="utf-8")
     if as_json:
@@ -90,6 +92,9 @@ def _write_example(file: Path, workers: list[Worker], seed: int, rates: Rates) -
 def _text(trace: Path) -> str:
     try:
         return read_text(trace, DATA, "utf-8-sig")  # spreadsheets write a byte order mark
+    except OSError as problem:
+        message = f"{trace} cannot be read."
+        raise ConfigError("simulate.trace", message, why=str(problem), fix="lorafusion simulate TRACE.csv") from None
     except UnicodeDecodeError as problem:
         raise ConfigError(
             "simulate.trace", f"{trace} is no UTF-8 text.", why=str(problem), fix="save the table as CSV in UTF-8"

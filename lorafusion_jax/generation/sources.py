@@ -96,6 +96,9 @@ def find_source(
 def _of_run(run: RunFolder, adapters: Sequence[str], base: str | Path | None, step: int | None) -> Source:
     config = run.read_config()
     names = [adapter.name for adapter in config.adapters]
+    for name in adapters:
+        if name not in (*names, BASE_NAME) and "=" not in name:
+            raise unknown_adapter(name, names)
     wanted = [name for name in adapters if name in names]
     sources = []
     for name in wanted or ([] if adapters else names):

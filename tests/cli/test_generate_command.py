@@ -118,6 +118,12 @@ def test_wrong_calls_are_refused_before_the_model_is_read(lorafusion, finished, 
     assert (outcome.code, outcome.errors) == (2, [code])
 
 
+def test_a_wrong_name_is_answered_with_those_of_the_run(lorafusion, finished):
+    outcome = lorafusion("generate", finished[1], "x", "-a", "laww")
+    assert "did you mean 'law'?" in outcome.err
+    assert ", base" in outcome.err  # behind the run's own
+
+
 def test_wrong_rows_are_named(lorafusion, finished, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(

@@ -25,6 +25,14 @@ def test_policies_are_compared_in_a_table_and_drawn(trace, tmp_path):
     assert page.with_suffix(".svg").read_text().startswith("<svg")
 
 
+def test_policies_may_follow_an_example(tmp_path):
+    """The first free word behind `--policy ours` is a policy, as printed in the help, not a trace."""
+    example = ["--example", str(tmp_path / "made-up.csv"), "--gpus", "8", "--policy", "fifo", "srtf"]
+    told = CliRunner().invoke(app, ["simulate", *example, "-o", str(tmp_path / "a.html")])
+    assert told.exit_code == 0, told.output
+    assert [line.split()[0] for line in told.output.splitlines()[1:3]] == ["fifo", "srtf"]
+
+
 def test_json_has_every_figure(trace, tmp_path):
     told = CliRunner().invoke(app, ["simulate", str(trace), "--gpus", "8", "--json", "-o", str(tmp_path / "a.html")])
     answer = json.loads(told.output)
