@@ -408,7 +408,7 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
                 return True  # the last layers may read keys and values of earlier ones
             if name == "v_proj" and module in modules:
                 return True  # the values of a layer may be its keys
-        return mixed and module not in modules and module.split(".")[2] in MIXERS
+        return mixed and module not in modules and path.split(".")[2] in MIXERS
 
     return [path for path in every if described.spec.has(path) and not may_lack(path)]
 
@@ -422,13 +422,10 @@ def _path_in(layer: int, name: str, paths: Collection[str]) -> str:
     """Where a projection is in a layer: beside experts, or in experts beside an MLP, if tensors speak of it."""
     beside = [f"layers.{layer}.{module}.{name}" for module in (*BESIDE, PARALLEL)]
     inside = next((path for path in beside if path in paths), None)
-    modules = {path.split(".", 2)[2].rpartition(".")[0] for path in paths if path.endswith(f".{name}")}
-    paths_of_name = [
-        f"layers.{layer}.{module}.{name}" for module in sorted(modules) if module not in (*BESIDE, PARALLEL)
-    ]
-    return inside or next(
-        (path for path in paths_of_name if path in paths), (paths_of_name or [f"layers.{layer}.{PATHS[name]}"])[0]
-    )
+    ends = [path.split(".", 2)[2] for path in paths if path.endswith(f".{name}")]  # "name" alone: of the layer
+    others = sorted({end for end in ends if end.removesuffix(f".{name}") not in (*BESIDE, PARALLEL)} or {PATHS[name]})
+    here = [f"layers.{layer}.{end}" for end in others]
+    return inside or next((path for path in here if path in paths), here[0])
 
 
 def _mixed(paths: Iterable[str]) -> bool:

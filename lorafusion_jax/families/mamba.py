@@ -29,7 +29,6 @@ class Mamba:
         kernel: rows of the convolution.
         bias, conv_bias: whether in_proj and out_proj, and the convolution, have a bias.
         least, most: limits of Δ.
-        eps: of the norm.
     """
 
     width: int

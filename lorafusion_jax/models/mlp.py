@@ -31,7 +31,8 @@ class MLP(nnx.Module):
     def __call__(self, x_TD: jax.Array, lora: LoRAContext | None) -> jax.Array:
         *first, down = (getattr(self, linear.name) for linear in self.spec.linears)
         if self.spec.as_one_op:
-            return lora_mlp(x_TD, *first, down, lora, sites=self.sites)
+            gate, up = first
+            return lora_mlp(x_TD, gate, up, down, lora, sites=self.sites)
         x_site, down_site = self.sites
         if not self.spec.gated:
             (up_TF,) = lora_siblings(x_TD, first, lora, site=x_site)

@@ -46,8 +46,9 @@ def state_space(
     @jax.checkpoint
     def run(*rows: jax.Array) -> jax.Array:
         chunks = make_chunks(ids, offsets, lengths)
-        in_chunks = [to_chunks(row, chunks).astype(jnp.float32) for row in rows]
-        return to_rows(_in_chunks(*in_chunks, chunks.first_N, precision), chunks).astype(x.dtype)
+        x_NBHV, b_NBGC, c_NBGC, decay_NBH = (to_chunks(row, chunks).astype(jnp.float32) for row in rows)
+        y_NBHV = _in_chunks(x_NBHV, b_NBGC, c_NBGC, decay_NBH, chunks.first_N, precision)
+        return to_rows(y_NBHV, chunks).astype(x.dtype)
 
     return run(x, b, c, decay)
 

@@ -40,7 +40,9 @@ def folder(name: str) -> str:
 
 
 def test_folders_import_in_one_direction():
-    order = (NEUTRAL, "linear", "quantised", "mlp", "norm", "attention", "experts", "delta_rule", "tuning")
+    order = (
+        NEUTRAL, "linear", "quantised", "mlp", "norm", "attention", "experts", "delta_rule", "state_space", "tuning",
+    )  # fmt: skip
     may = {
         NEUTRAL: {NEUTRAL},
         "linear": {NEUTRAL, "linear"},
@@ -50,6 +52,7 @@ def test_folders_import_in_one_direction():
         "attention": {NEUTRAL, "attention"},
         "experts": {NEUTRAL, "experts"},
         "delta_rule": {NEUTRAL, "delta_rule"},
+        "state_space": {NEUTRAL, "delta_rule", "state_space"},
         "tuning": set(order),
     }
     assert {folder(name) for name in FILES} == set(order)
