@@ -467,14 +467,18 @@ def _block_bytes(stage: Stage) -> int:
     return BLOCK * size * sum(int(np.prod(shape)) for layer in layers for shape in layer.row_shapes.values())
 
 
-def blocks_that_fit(stages: Sequence[Stage]) -> int:
-    """Number of blocks that fit into what the devices have left."""
-    left = WITHOUT_LIMIT
+def blocks_that_fit(stages: Sequence[Stage], *, beside_training: bool = False) -> int:
+    """Number of blocks that fit into what the devices have left.
+
+    Args:
+        beside_training: leave the memory that slots have taken so far, and take again.
+    """
+    left, used = WITHOUT_LIMIT, "peak_bytes_in_use" if beside_training else "bytes_in_use"
     for stage in stages:
         for device in stage.mesh.mesh.devices.flat:
             stats = device.memory_stats() if device.platform != "cpu" else None
             if stats and "bytes_limit" in stats:
-                unused = (stats["bytes_limit"] - stats["bytes_in_use"]) * SHARE_OF_MEMORY
+                unused = (stats["bytes_limit"] - stats[used]) * SHARE_OF_MEMORY
                 left = int(unused) if left == WITHOUT_LIMIT else min(left, int(unused))
     return max(1, left // max(block_bytes(stages), 1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +49,16 @@ def load_stage(source: Source) -> Stage:
     if adapters:
         stage.take_weights(_leaves(parts, adapters))
     return stage
+
+
+def read_leaves(folder: Path, parts: Parts) -> tuple[AdapterSpec, dict[str, np.ndarray]]:
+    """Reads a PEFT folder. Returns what it is, and its leaves in all layers of a model.
+
+    Raises:
+        LoraFusionError: the folder is incomplete or of another base model.
+    """
+    spec, arrays = _read(AdapterSource(name=folder.name, folder=folder), parts.model)
+    return spec, _leaves(replace(parts, specs=(spec,), objectives=()), [(spec, arrays)])[spec.name]
 
 
 def _read_all(sources: Sequence[AdapterSource], model: ModelConfig) -> list[tuple[AdapterSpec, Arrays]]:

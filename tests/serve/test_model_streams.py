@@ -16,6 +16,8 @@ from training_service import Model as Client
 from training_service import read_outputs
 
 from lorafusion_jax.config import load_config
+from lorafusion_jax.serve.tinker.messages import message_class
+from lorafusion_jax.serve.worker.samples import Samples
 from lorafusion_jax.serve.worker.stream import Models
 from lorafusion_jax.session import WindowPlanner
 
@@ -45,6 +47,7 @@ class Worker:
         self.folder, self._planner = folder, WindowPlanner(session)
         self.models = Models(session, self, save_s=save_s, wake=lambda: None)  # type: ignore[arg-type]
         self._session = session
+        self.samples = Samples(session, self, wake=lambda: None)  # type: ignore[arg-type]
 
     def emit(self, kind: str, **data: Any) -> None:
         self.events.append((kind, data))
@@ -71,6 +74,7 @@ class Worker:
             if not window.slots and not self._planner.has_calls:
                 self._session.drain()
             self.models.advance()
+            self.samples.advance()
             time.sleep(0.001)
 
     def answers(self, count: int) -> list[dict[str, Any]]:
@@ -206,3 +210,88 @@ def test_what_cannot_be_read_fails_alone(session, tmp_path):
     broken.start(state=str(tmp_path / "e1-s4"))
     broken.run(lambda: broken.of("failed"))
     assert not broken.models.holds()
+
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def asked(worker: Worker, name: str, folder: Path | None, prompt: list[int] = PROMPT, **more: Any) -> dict[str, Any]:
+    """Asks for samples. Returns what the worker tells of them."""
+    result = worker.folder / f"{name}.sample"
+    result.parent.mkdir(parents=True, exist_ok=True)
+    values = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]}} | more
+    place = None if folder is None else str(folder)
+    command = {"command": "sample", "future": name, "folder": place, "values": values, "result": str(result)}
+    worker.samples.take(command)
+    worker.samples.take(command)  # again after another connection
+    worker.run(lambda: any(told["future"] == name for told in worker.of("sampled")))
+    (told,) = [told for told in worker.of("sampled") if told["future"] == name]
+    return told
+
+
+def sampled(worker: Worker, name: str, folder: Path | None, prompt: list[int] = PROMPT, **more: Any) -> Any:
+    """Returns samples as a message."""
+    told = asked(worker, name, folder, prompt, **more)
+    assert "error" not in told, told["error"]
+    message = message_class("SampleResponse")()
+    message.ParseFromString((worker.folder / f"{name}.sample").read_bytes())
+    return message
+
+
+def drawn(message: Any) -> list[tuple[list[int], list[float]]]:
+    pairs = [(np.frombuffer(each.tokens, "<i4"), np.frombuffer(each.logprobs, "<f4")) for each in message.sequences]
+    return [(tokens.tolist(), logprobs.tolist()) for tokens, logprobs in pairs]
+
+
+def scores_of(worker: Worker, seq: int, tokens: list[int]) -> np.ndarray:
+    """Log p of the tokens after the first, by `forward`."""
+    worker.send(rows(worker.folder, seq, [tokens], forward_only=True))
+    worker.run(lambda: any(told["seq"] == seq for told in worker.of("answered")))
+    (logprobs,), _ = read_outputs((worker.folder / f"{seq}.out").read_bytes())
+    return logprobs
+
+
+@pytest.fixture(scope="module")
+def sampling(session, tmp_path_factory):
+    """A model that was saved after a step, in both forms, and not trained since."""
+    worker = Worker(session, tmp_path_factory.mktemp("sampling"))
+    worker.start()
+    peft, state = worker.folder / "peft", worker.folder / "state"
+    worker.send(
+        rows(worker.folder, 1, [[1, 2, 3, 4, 5]]),
+        call(worker.folder, 2),
+        call(worker.folder, 3, "save_weights_for_sampler", refused="", folder=str(peft), name=None),
+        call(worker.folder, 4, "save_weights", refused="", folder=str(state)),
+    )
+    worker.answers(4)
+    yield worker, peft, state
+    worker.lose()
+    worker.samples.close()
+
+
+def test_samples_have_the_log_probabilities_of_forward(sampling):
+    worker, peft, state = sampling
+    greedy = {"sampling_params": {"max_tokens": 6, "temperature": 0.0, "stop": []}}
+    everything = {"prompt_logprobs": True, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2}
+    message = sampled(worker, "greedy", peft, num_samples=2, **greedy, **everything)
+    (tokens, logprobs), second = drawn(message)
+    assert (len(tokens), second[0], message.sequences[0].stop_reason) == (6, tokens, 1)
+    scores = scores_of(worker, 5, PROMPT + tokens)
+    np.testing.assert_allclose(logprobs, scores[4:], atol=1e-5)
+    of_prompt = np.frombuffer(message.prompt_logprobs, "<f4")
+    assert np.isnan(of_prompt[0])
+    np.testing.assert_allclose(of_prompt[1:], scores[:4], atol=1e-5)
+    listed = message.sequences[0].topk_sampled_logprobs
+    assert (listed.k, listed.length, message.topk_prompt_logprobs.length) == (2, 6, 5)
+    assert np.frombuffer(listed.token_ids, "<i4").reshape(6, 2)[:, 0].tolist() == tokens
+    np.testing.assert_allclose(np.frombuffer(listed.logprobs, "<f4").reshape(6, 2)[:, 0], logprobs, atol=1e-6)
+    assert np.frombuffer(message.topk_prompt_logprobs.logprobs, "<f4")[0] == -99999.0
+
+    of_base = drawn(sampled(worker, "base", None, PROMPT + tokens, prompt_logprobs=True, **greedy))
+    assert not np.allclose(of_base[0][1], logprobs)
+    ((same, same_logprobs),) = drawn(sampled(worker, "of-state", state, **greedy))
+    assert same == tokens
+    np.testing.assert_allclose(same_logprobs, logprobs, atol=1e-6)
+    worker.send(rows(worker.folder, 6, [PROMPT]), call(worker.folder, 7))  # the model trains, its snapshots stay
+    assert drawn(sampled(worker, "later", peft, **greedy)) == [(tokens, logprobs)]
+    assert not np.allclose(scores_of(worker, 8, PROMPT + tokens), scores)

@@ -32,6 +32,7 @@ class StreamEvents(Protocol):
     def started(self, connection: Transaction, job: Job) -> None: ...
     def answered(self, connection: Transaction, job: Job, event: Message) -> None: ...
     def kept(self, connection: Transaction, job: Job, step: int) -> None: ...
+    def sampled(self, connection: Transaction, event: Message) -> None: ...
 
     def taken(self) -> None:
         """Called once the transaction is on the disk."""
@@ -98,6 +99,8 @@ class WorkerEvents:
                 values |= {"state": "failed"}
                 log.error("the session could not be opened: %s", event["reason"])
             connection.execute(t.groups.update().where(t.groups.c.id == source.group).values(values))
+            if kind == "sampled" and self._streams is not None:
+                self._streams.sampled(connection, event)
             row = None if job is None else self._jobs.find(connection, job, None)
             return [] if row is None else self._take_of_job(connection, row, event)
 

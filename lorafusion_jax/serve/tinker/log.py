@@ -172,6 +172,18 @@ def next_requests(connection: Connection, stream: str, after: int) -> list[Row]:
     return following
 
 
+def waiting_samples(connection: Connection) -> list[tuple[str, int]]:
+    """Sampler and number of the samples that are waited for, in the order in which they came."""
+    columns = select(t.api_requests.c.stream, t.api_requests.c.seq).where(t.api_requests.c.kind == "sample")
+    return [(stream, seq) for stream, seq in connection.execute(columns.order_by(t.api_requests.c.at))]
+
+
+def forget_request(connection: Connection, stream: str, seq: int) -> None:
+    """Removes a request that was answered and changes nothing."""
+    requests = t.api_requests.c
+    connection.execute(t.api_requests.delete().where(requests.stream == stream, requests.seq == seq))
+
+
 def forget_requests(connection: Connection, stream: str, up_to: int | None = None) -> Sequence[str]:
     """Removes requests that a state has, or all. Returns the paths of their payloads."""
     where = [t.api_requests.c.stream == stream] + ([] if up_to is None else [t.api_requests.c.seq <= up_to])

@@ -1,31 +1,32 @@
-"""Routes of samplers. They are made and listed; a sample fails at once, because sessions do not generate yet."""
+"""Routes of samplers and samples."""
 
 from __future__ import annotations
 
+import json
+import secrets
+import time
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
 from sqlalchemy import Connection, select
 
+from lorafusion_jax.files import make_folder
 from lorafusion_jax.serve.api.problems import ApiError, not_found
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.tinker.access import PREFIX, Reader, ServiceOf, StreamsOf, Writer
 from lorafusion_jax.serve.tinker.checkpoints import add_sampler, get_checkpoint
-from lorafusion_jax.serve.tinker.futures import USER, Row, add_future, fail, find_future
-from lorafusion_jax.serve.tinker.log import beat, find_session, future_of
+from lorafusion_jax.serve.tinker.futures import Row, add_future, find_future
+from lorafusion_jax.serve.tinker.log import beat, check_waiting, find_session, future_of, payload_of
 from lorafusion_jax.serve.tinker.requests import CreateSampler, Id, Loose, Seq
 
 router = APIRouter(prefix=PREFIX, tags=["training API"])
 MOST_SAMPLES = 128  # of one prompt
-REFUSED = (
-    "this service does not sample yet; download the adapter (save_weights_external) and sample it with"
-    " lorafusion generate, vLLM or another program"
-)
 
 
 class Sample(Loose):
-    """A request for samples, of which only what names it is read."""
+    """A request for samples. The worker reads the rest: what is wrong there fails the future."""
 
     sampling_session_id: Id
     seq_id: Seq
@@ -65,15 +66,31 @@ def show_sampler(sampler: Id, service: ServiceOf, owner: Reader) -> dict[str, An
 
 
 @router.post("/asample")
-def sample(body: Sample, service: ServiceOf, owner: Writer) -> dict[str, Any]:
+def sample(body: Sample, service: ServiceOf, streams: StreamsOf, owner: Writer) -> dict[str, Any]:
     """Asks for samples. A repeated request gets the first future."""
     future = future_of(body.sampling_session_id, body.seq_id)
     with service.db.write() as connection:
         sampler = find_sampler(connection, body.sampling_session_id, owner.sees)
         if find_future(connection, future, None) is None:
-            add_future(connection, future, sampler["owner"], sampler["id"], body.seq_id, "sample")
-            fail(connection, future, REFUSED, USER)
+            _add(connection, service.settings.home, sampler, body)
+    streams.push_samples()
     return {"request_id": future, "sample_sequence_ids": [f"{future}:{number}" for number in range(body.num_samples)]}
+
+
+def _add(connection: Connection, home: Path, sampler: Row, body: Sample) -> None:
+    """Adds a request with the seed and the weights that it has also if it runs again."""
+    values, stream, seq = body.model_dump(mode="json"), sampler["id"], body.seq_id
+    params = values.get("sampling_params")
+    if isinstance(params, dict) and params.get("seed") is None:
+        params["seed"] = secrets.randbelow(2**63)
+    size = len(json.dumps(values))
+    check_waiting(connection, stream, sampler["owner"], size)
+    make_folder((home / payload_of(stream, seq)).parent)  # of its result
+    row = {"stream": stream, "seq": seq, "kind": "sample", "bytes": size, "at": time.time()}
+    row |= {"body": {"request": values, "folder": sampler["folder"]}}
+    connection.execute(t.api_requests.insert().values(row))
+    add_future(connection, future_of(stream, seq), sampler["owner"], stream, seq, "sample")
+    beat(connection, sampler["session"])
 
 
 def find_sampler(connection: Connection, sampler: str, owner: str | None) -> Row:

@@ -33,10 +33,12 @@ from lorafusion_jax.serve.tinker.log import (
     ALIVE_S,
     find_model,
     find_request,
+    forget_request,
     forget_requests,
     future_of,
     next_requests,
     payload_of,
+    waiting_samples,
 )
 from lorafusion_jax.serve.wire import Message
 
@@ -62,6 +64,7 @@ class Streams:
         self._hub: Hub | None = None
         self._sending = threading.Lock()
         self._sent: dict[str, tuple[int, int, int]] = {}  # job → epoch, number of the connection, last request sent
+        self._samples: tuple[int, set[str]] = (-1, set())  # number of the connection, futures of samples sent to it
         self._done: deque[str] = deque()  # futures to wake once their transaction is on the disk
         self._unneeded: deque[str] = deque()  # files to remove then
         self.reads: deque[str] = deque()
@@ -90,8 +93,36 @@ class Streams:
                 last = request["seq"]
             self._sent[job] = row["epoch"], worker.number, last
 
+    def push_samples(self) -> None:
+        """Sends the samples that the worker does not have yet: all again, if it has connected again."""
+        with self._sending:
+            worker = None if self._hub is None else next(iter(self._hub.connections.values()), None)
+            if worker is None or self._hub is None:
+                return
+            number, sent = self._samples
+            if number != worker.number:
+                sent = set()
+            with self.db.read() as connection:
+                waiting = waiting_samples(connection)
+                new = [(stream, seq) for stream, seq in waiting if future_of(stream, seq) not in sent]
+                requests = [find_request(connection, *request) for request in new]
+            sent &= {future_of(*request) for request in waiting}
+            for request in filter(None, requests):
+                future, values = future_of(request["stream"], request["seq"]), dict(request["body"])
+                folder = values.pop("folder")
+                message = {"command": "sample", "future": future, "values": values["request"]}
+                message |= {"folder": None if folder is None else str(self.settings.path(folder))}
+                message |= {"result": str(self.settings.path(result_of(request["stream"], request["seq"])))}
+                if not self._hub.send(worker.group, message):
+                    break
+                sent.add(future)
+            self._samples = worker.number, sent
+
     def push_new(self, rows: Sequence[Job]) -> None:
         """Sends the requests of models that have come to a worker, or whose worker has connected again."""
+        workers = [] if self._hub is None else list(self._hub.connections.values())
+        if workers and workers[0].number != self._samples[0]:
+            self.push_samples()
         for row in rows:
             if row["state"] == "running" and is_stream(row) and self._hub is not None:
                 worker = self._hub.connections.get(row["group"])
@@ -131,6 +162,17 @@ class Streams:
                 values = {"path": result_of(stream, seq), "sha256": event["sha256"], "bytes": event["bytes"]}
             futures.complete(connection, future, event["result"], **values)
         self.jobs.set(connection, job["id"], step=max(seq, job["step"]))
+        self._done.append(future)
+
+    def sampled(self, connection: Connection, event: Message) -> None:
+        """Takes samples."""
+        future, (stream, _, seq) = event["future"], event["future"].rpartition(":")
+        if (error := event.get("error")) is not None:
+            futures.fail(connection, future, error, event["category"])
+        else:
+            path = result_of(stream, int(seq))
+            futures.complete(connection, future, {}, path=path, sha256=event["sha256"], bytes=event["bytes"])
+        forget_request(connection, stream, int(seq))
         self._done.append(future)
 
     def _record(self, connection: Connection, future: str, request: Row, size: int) -> None:

@@ -22,6 +22,7 @@ from lorafusion_jax.serve.wire import Message
 from lorafusion_jax.serve.worker.departure import Departure
 from lorafusion_jax.serve.worker.link import Link
 from lorafusion_jax.serve.worker.references import read_references, write_references
+from lorafusion_jax.serve.worker.samples import Samples
 from lorafusion_jax.serve.worker.stream import Models
 from lorafusion_jax.session import AdapterState, Session, Task, WindowPlanner
 from lorafusion_jax.session.export import export_task
@@ -110,7 +111,7 @@ class WorkerLoop:
         save_s: seconds between two saves of the state of a job.
 
     Attributes:
-        models: of the training API.
+        models, samples: of the training API.
     """
 
     def __init__(self, session: Session, windows: WindowPlanner, link: Link, held: dict[str, Held], *, save_s: float):
@@ -127,19 +128,29 @@ class WorkerLoop:
         self._written: Future[None] | None = None  # the newest save
         self._weights: list[Future[AdapterState]] = []  # of adapters that leave, which are being read
         self._closing = False
-        self.models = Models(session, link, save_s=save_s, wake=lambda: link.commands.put({"command": "wake"}))
+
+        def wake() -> None:
+            link.commands.put({"command": "wake"})
+
+        self.models = Models(session, link, save_s=save_s, wake=wake)
+        self.samples = Samples(session, link, wake=wake)
         self.stop = threading.Event()  # set by a signal
 
     def run(self) -> None:
         while not (self._closing or self.stop.is_set() or self._link.refused):
             tasks = (task for task in self._session.tasks.values() if task.name not in self.models)
-            trains = self._windows.has_calls or any(task.status in ("running", "preparing") for task in tasks)
+            trains = (
+                self.samples.busy
+                or self._windows.has_calls
+                or any(task.status in ("running", "preparing") for task in tasks)
+            )
             self._execute_commands(wait_s=0.0 if trains else IDLE_S)
             self._start_loaded()
             self.models.advance()
             self._announce()
             window = self._windows.plan(HORIZON)
             self._windows.run(window, self._listen, self._must_pause)
+            self.samples.advance()
             if not window.slots and not self._windows.has_calls:
                 self._session.drain()
             self._end_finished()
@@ -150,6 +161,7 @@ class WorkerLoop:
         if not self._link.refused:
             self._stop_and_wait(list(self._held.values()))
             self.models.leave_all(lambda: self._windows.run(self._windows.plan(HORIZON)))
+        self.samples.close()
         for pool in (self._reader, self._writer, self._exporters):
             pool.shutdown(wait=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
@@ -157,7 +169,7 @@ class WorkerLoop:
     def _must_pause(self) -> bool:
         self._report()
         self._advance_saves()
-        changed = any(self._is_ready(held) for held in self._held.values())
+        changed = self.samples.busy or any(self._is_ready(held) for held in self._held.values())
         return changed or not self._link.commands.empty() or self.stop.is_set() or bool(self._link.refused)
 
     def _is_ready(self, held: Held) -> bool:
@@ -206,6 +218,8 @@ class WorkerLoop:
             self._closing = True
         elif kind == "wake":
             pass
+        elif kind == "sample":
+            self.samples.take(command)
         elif kind == "start" and "stream" in command["values"]:
             self.models.start(command)
         elif job in self.models:

@@ -170,7 +170,7 @@ class Models:
     def _start_loaded(self, model: Model, loading: Future[Loaded]) -> None:
         try:
             loaded = loading.result()
-            self._session.start(model.wanted_place, loaded.task, loaded.state, loaded.first)
+            self._session.start(model.wanted_place, loaded.task, loaded.state, loaded.first, sums=True)
         except Exception as problem:  # whatever it is, others do not fail with it
             self._end(model, "failed", step=model.kept, reason=str(problem) or type(problem).__name__)
             return

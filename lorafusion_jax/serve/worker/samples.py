@@ -1,0 +1,252 @@
+"""Samples in a worker: an engine beside the session, on its base, with snapshots of adapters that were saved.
+
+The engine runs between slots. Threads read weights of snapshots and write answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.config.stack import without_places
+from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
+from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_jax.files import replace_bytes
+from lorafusion_jax.generation.engine import ROWS, Answer, Engine, Request, blocks_that_fit
+from lorafusion_jax.generation.load import read_leaves
+from lorafusion_jax.generation.slots import Sampler
+from lorafusion_jax.models.cache import BLOCK
+from lorafusion_jax.serve.tinker.datums import DatumError
+from lorafusion_jax.serve.tinker.samples import SampleRequest, read_sample, write_samples
+from lorafusion_jax.serve.wire import Message
+from lorafusion_jax.serve.worker.link import Link
+from lorafusion_jax.session import AdapterState, Session
+from lorafusion_jax.session.base import stages_for
+from lorafusion_jax.session.distant_stage import local_stages
+
+MOST_SAMPLERS = 64  # snapshots in memory; others are read again
+LONGEST_TEXT = 64  # tokens before the last ones that a stop text may have
+Leaves = dict[str, np.ndarray]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Asked:
+    """A request for samples.
+
+    Attributes:
+        reading: its settings, and the weights of its snapshot if they have to be read.
+        answers: once the engine has it.
+    """
+
+    command: Message
+    reading: Future[tuple[SampleRequest, Leaves | None]]
+    request: SampleRequest | None = None
+    answers: Sequence[Answer] | None = None
+
+    @property
+    def folder(self) -> str | None:
+        return self.command["folder"]
+
+
+class Samples:
+    """Samples of a worker. Methods are called by its loop.
+
+    Args:
+        wake: ends the wait of the loop.
+    """
+
+    def __init__(self, session: Session, link: Link, *, wake: Callable[[], None]):
+        self._session, self._link, self._wake = session, link, wake
+        self._asked: dict[str, Asked] = {}
+        self._samplers: dict[str, Sampler] = {}  # folder → its snapshot, the least recently used first
+        self._held: set[str] = set()  # folders that are read, or in `_samplers`
+        self._reader = ThreadPoolExecutor(1, "samplers")
+        self._writer = ThreadPoolExecutor(1, "samples")
+        self._bank: Bank | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has something to do."""
+        return any(asked.answers is not None or asked.reading.done() for asked in self._asked.values())
+
+    def take(self, command: Message) -> None:
+        """Takes a request. One that comes again after a lost connection is there already."""
+        if command["future"] not in self._asked:
+            self._asked[command["future"]] = Asked(command=command, reading=self._read_later(command))
+
+    def advance(self) -> None:
+        """Gives the engine what was read, runs some passes, and has answers written."""
+        for asked in list(self._asked.values()):
+            if asked.answers is None and asked.reading.done():
+                self._submit(asked)
+        if self._bank is not None and self._bank.engine.busy:
+            try:
+                self._bank.engine.step()
+            except Exception as problem:  # of the devices: sessions train on
+                self._fail_all(problem)
+        for asked in list(self._asked.values()):
+            if asked.answers is not None and all(answer.end is not None for answer in asked.answers):
+                self._finish(asked)
+
+    def close(self) -> None:
+        for pool in (self._reader, self._writer):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, asked: Asked) -> None:
+        try:
+            asked.request, leaves = asked.reading.result()
+            assert self._bank is not None
+            sampler = self._sampler(self._bank, asked.folder, leaves)
+            if sampler is None:
+                asked.reading = self._read_later(asked.command)
+                return
+            requests = [
+                Request(tokens=asked.request.prompt, sampler=sampler, sampling=sampling)
+                for sampling in asked.request.samplings
+            ]
+            asked.answers = [self._bank.engine.submit(request) for request in requests]
+        except Exception as problem:  # whatever it is, others do not fail with it
+            self._fail(asked, problem)
+
+    def _sampler(self, bank: Bank, folder: str | None, leaves: Leaves | None) -> Sampler | None:
+        """Returns the snapshot of a folder; None: it has to be read again."""
+        if folder is None:
+            return bank.engine.base
+        sampler = self._samplers.pop(folder, None)
+        if sampler is None:
+            if leaves is None:
+                self._held.discard(folder)
+                return None
+            sampler = bank.snapshot(leaves)
+        self._samplers[folder] = sampler
+        while len(self._samplers) > MOST_SAMPLERS:
+            oldest = next(iter(self._samplers))
+            self._held.discard(oldest)
+            bank.engine.drop(self._samplers.pop(oldest))
+        return sampler
+
+    def _finish(self, asked: Asked) -> None:
+        assert asked.request is not None
+        assert asked.answers is not None
+        error = next((answer.error for answer in asked.answers if answer.error is not None), None)
+        if error is not None:
+            self._fail(asked, error)
+            return
+        del self._asked[asked.command["future"]]
+        self._writer.submit(self._tell, asked.command, asked.request, asked.answers)
+
+    def _fail_all(self, problem: Exception) -> None:
+        """Ends everything that runs: an engine whose pass has failed has no cache any more."""
+        for asked in [asked for asked in self._asked.values() if asked.answers is not None]:
+            self._fail(asked, problem, "server")
+        self._samplers.clear()
+        self._held.clear()
+        self._bank = None
+        for asked in self._asked.values():
+            asked.reading = self._read_later(asked.command)
+
+    def _fail(self, asked: Asked, problem: Exception, category: str = "") -> None:
+        category = category or ("user" if isinstance(problem, DatumError | LoraFusionError) else "server")
+        text = str(problem) or type(problem).__name__
+        del self._asked[asked.command["future"]]
+        self._link.emit("sampled", future=asked.command["future"], error=text, category=category)
+
+    # In threads.
+
+    def _read_later(self, command: Message) -> Future[tuple[SampleRequest, Leaves | None]]:
+        reading = self._reader.submit(self._read, command)
+        reading.add_done_callback(lambda _: self._wake())
+        return reading
+
+    def _read(self, command: Message) -> tuple[SampleRequest, Leaves | None]:
+        if self._bank is None:
+            self._bank = Bank(self._session)
+        bank, folder = self._bank, command["folder"]
+        request = read_sample(command["values"], bank.most_tokens)
+        if folder is None or folder in self._held:
+            return request, None
+        leaves = bank.read(Path(folder))
+        self._held.add(folder)
+        return request, leaves
+
+    def _tell(self, command: Message, request: SampleRequest, answers: Sequence[Answer]) -> None:
+        content = write_samples(request, answers)
+        try:
+            replace_bytes(Path(command["result"]), content)
+        except (LoraFusionError, OSError) as problem:  # the disk
+            self._link.emit("sampled", future=command["future"], error=str(problem), category="server")
+            return
+        digest = hashlib.sha256(content).hexdigest()
+        self._link.emit("sampled", future=command["future"], sha256=digest, bytes=len(content))
+
+
+class Bank:
+    """An engine on the base of a session, and the place through which snapshots come into it.
+
+    Attributes:
+        most_tokens: of a prompt and its sample.
+    """
+
+    def __init__(self, session: Session):
+        places = session.places
+        by_kind = zip(places.kinds, places.ranks, strict=True)
+        rank = max((rank for kind, rank in by_kind if kind == "lora"), default=1)
+        self._task = session.new_stream("sampler", rank=rank, alpha=rank)  # its scale is 1
+        config = without_places(self._task.config)
+        stages = stages_for(session.stages, config, [self._task.spec])
+        self._stages = list(local_stages(stages).values())
+        if len(self._stages) < len(stages):
+            raise RunError("generate.hosts", "sessions over several hosts do not sample.", fix="one host")
+        self._parts = self._stages[0].parts
+        self._shapes = self._parts.leaves.own_shapes()[self._task.name]
+        self._put({})
+        tokenizer = load_tokenizer(base_directory(config))
+        positions = self._parts.model.positions
+        blocks = min(blocks_that_fit(self._stages, beside_training=True), ROWS * -(-positions // BLOCK))
+        self.most_tokens = min(positions, blocks * BLOCK)
+        self.engine = Engine(
+            self._stages,
+            blocks=blocks,
+            stop_tokens=tokenizer.stop_ids if tokenizer.is_there else (),
+            ends_with=_ends_with(tokenizer),
+            special_texts=tokenizer.special_texts if tokenizer.is_there else {},
+        )
+
+    def snapshot(self, leaves: Mapping[str, np.ndarray]) -> Sampler:
+        """Copies weights that were read to the devices."""
+        self._put(leaves)
+        return self.engine.snapshot(0)
+
+    def _put(self, leaves: Mapping[str, np.ndarray]) -> None:
+        for stage in self._stages:
+            stage.take_weights({self._task.name: leaves})
+
+    def read(self, folder: Path) -> Leaves:
+        """Reads what was saved to sample from, or to train on, as leaves of the largest rank whose scale is 1."""
+        if (folder / "adapter_config.json").is_file():
+            spec, stored = read_leaves(folder, self._parts)
+            scale = spec.scale
+        else:
+            stored = AdapterState.read(folder, self._task.adapter).weights
+            ranks = {leaf.shape[-1] for name, leaf in stored.items() if name.endswith(".lora_a")}
+            scale = 32.0 / max(ranks)
+        leaves = {}
+        for name, leaf in stored.items():
+            leaves[name] = np.zeros(self._shapes[name], np.float32)
+            within = tuple(slice(size) for size in leaf.shape)
+            leaves[name][within] = leaf * np.float32(scale if name.endswith(".lora_b") else 1)
+        return leaves
+
+
+def _ends_with(tokenizer: Tokenizer) -> Callable[[Sequence[int], Sequence[str]], bool]:
+    def ends_with(tokens: Sequence[int], texts: Sequence[str]) -> bool:
+        tail = tokenizer.decode(tokens[-LONGEST_TEXT - max(map(len, texts)) :])
+        return any(text in tail for text in texts)
+
+    return ends_with
