@@ -12,11 +12,15 @@ import queue
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.serve.tinker.datums import Batch, DatumError, Sparse, read_batch, write_outputs
+from lorafusion_jax.serve.tinker.samples import read_sample, write_samples
 from lorafusion_jax.serve.worker.link import Link
 
 WORDS = 16
@@ -162,6 +166,8 @@ class BigramProcess:
                 model = Bigrams.read(Path(load["folder"]), optimizer=load["optimizer"])
             self.models[name] = command | {"model": model, "seq": seq, "taken": seq, "waiting": [], "path": state}
             self.link.emit("started", job=name, epoch=command["epoch"])
+        elif command["command"] == "sample":
+            self._sample(command)
         elif command["command"] == "request" and name in self.models:
             if command["seq"] <= self.models[name]["taken"]:
                 return  # after another connection
@@ -205,6 +211,20 @@ class BigramProcess:
             path = self._save(entry)
             self.link.emit("saved", job=name, epoch=entry["epoch"], step=seq, path=path)
 
+    def _sample(self, command: dict[str, Any]) -> None:
+        """Draws the most probable tokens."""
+        told = {"future": command["future"]}
+        try:
+            request = read_sample(command["values"], 64)
+            model = Bigrams() if command["folder"] is None else Bigrams.read(Path(command["folder"]))
+            answers = [_most_probable(model, request.prompt, sampling) for sampling in request.samplings]
+            result = write_samples(request, answers)
+            Path(command["result"]).write_bytes(result)
+            told |= {"sha256": hashlib.sha256(result).hexdigest(), "bytes": len(result)}
+        except (DatumError, ConfigError) as problem:
+            told |= {"error": str(problem), "category": "user"}
+        self.link.emit("sampled", **told)
+
     def _save(self, entry: dict[str, Any]) -> str:
         path = Path(entry["folder"]) / "state" / f"e{entry['epoch']}-s{entry['seq']}"
         entry["model"].write(path)
@@ -214,6 +234,18 @@ class BigramProcess:
         entry = self.models.pop(name)
         path = self._save(entry) if entry["seq"] else entry["path"]
         self.link.emit("stopped", job=name, epoch=entry["epoch"], step=entry["seq"], path=path)
+
+
+def _most_probable(model: Bigrams, prompt: list[int], sampling: Sampling) -> SimpleNamespace:
+    tokens = list(prompt)
+    for _ in range(sampling.max_tokens):
+        tokens.append(int(model.logprobs(np.array(tokens[-1:])).argmax()))
+        if tokens[-1] in (sampling.stop_tokens or ()):
+            break
+    scores = model.logprobs(np.array(tokens[:-1]))[np.arange(len(tokens) - 1), tokens[1:]].tolist()
+    drawn = {"drawn_tokens": tokens[len(prompt) :], "drawn_logprobs": scores[len(prompt) - 1 :], "listed": []}
+    end = "stop" if tokens[-1] in (sampling.stop_tokens or ()) else "length"
+    return SimpleNamespace(**drawn, end=end, prompt_logprobs=[None, *scores[: len(prompt) - 1]])
 
 
 class BigramLauncher:

@@ -15,7 +15,9 @@ from small_jobs import two_adapters, write_job, write_rows
 from training_service import Model as Client
 from training_service import read_outputs
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config import load_config
+from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.serve.tinker.messages import message_class
 from lorafusion_jax.serve.worker.samples import Samples
 from lorafusion_jax.serve.worker.stream import Models
@@ -295,3 +297,87 @@ def test_samples_have_the_log_probabilities_of_forward(sampling):
     worker.send(rows(worker.folder, 6, [PROMPT]), call(worker.folder, 7))  # the model trains, its snapshots stay
     assert drawn(sampled(worker, "later", peft, **greedy)) == [(tokens, logprobs)]
     assert not np.allclose(scores_of(worker, 8, PROMPT + tokens), scores)
+
+
+def test_samples_end_by_their_stops_and_differ_by_their_seeds(sampling):
+    worker, peft, _ = sampling
+    free = {"sampling_params": {"max_tokens": 8, "seed": 2**64 - 1, "stop": []}}
+    both = drawn(sampled(worker, "free", peft, num_samples=3, **free))
+    assert len({tuple(tokens) for tokens, _ in both}) == 3
+    assert drawn(sampled(worker, "again", peft, **free)) == both[:1]
+    one = {"sampling_params": {"max_tokens": 8, "seed": 0, "stop": []}}
+    assert drawn(sampled(worker, "next-seed", peft, **one))[0][0] == both[1][0]
+    tokens, logprobs = both[0]
+    at = tokens.index(tokens[4])
+    stopped = sampled(worker, "ids", peft, sampling_params=free["sampling_params"] | {"stop": [tokens[4]]})
+    assert drawn(stopped)[0][0] == tokens[: at + 1]
+    assert stopped.sequences[0].stop_reason == 0
+    np.testing.assert_allclose(drawn(stopped)[0][1], logprobs[: at + 1], atol=1e-6)
+    text = load_tokenizer(base_directory(worker._session.config)).decode(tokens[:3])
+    by_text = sampled(worker, "text", peft, sampling_params=free["sampling_params"] | {"stop": text})
+    assert drawn(by_text)[0][0] == tokens[:3]
+    filtered = sampled(worker, "top", peft, sampling_params={"max_tokens": 4, "top_k": 1, "top_p": 0.5, "stop": []})
+    greedy = sampled(worker, "greedy-4", peft, sampling_params={"max_tokens": 4, "temperature": 0.0, "stop": []})
+    assert drawn(filtered)[0][0] == drawn(greedy)[0][0]
+
+
+def test_prompts_are_scored_at_targets_and_at_their_ends(sampling):
+    worker, peft, _ = sampling
+    scores = np.frombuffer(sampled(worker, "all", peft, **SCORED).prompt_logprobs, "<f4")
+    last = np.frombuffer(sampled(worker, "last", peft, prompt_logprobs_last_n=2, **SCORED).prompt_logprobs, "<f4")
+    assert np.isnan(last).tolist() == [True, True, True, False, False]
+    np.testing.assert_allclose(last[3:], scores[3:], atol=1e-5)
+    dense = {"data": [PROMPT[1], -1, -1, PROMPT[2], 0, 1, PROMPT[4], 7], "dtype": "int64", "shape": [4, 2]}
+    tensor = sampled(worker, "dense", peft, target_prompt_logprobs=dense, **SCORED).target_prompt_logprobs
+    cells = np.frombuffer(tensor.dense, "<f4").reshape(tensor.shape)
+    np.testing.assert_allclose([cells[0, 0], cells[1, 1], cells[3, 0]], scores[[1, 2, 4]], atol=1e-5)
+    assert (cells[0, 1], cells[1, 0]) == (0.0, 0.0)
+    sparse = {"data": [PROMPT[1], 9, PROMPT[4]], "dtype": "int64", "shape": [4, 2]}
+    sparse |= {"sparse_crow_indices": [0, 1, 1, 1, 3], "sparse_col_indices": [1, 0, 1]}
+    tensor = sampled(worker, "sparse", peft, target_prompt_logprobs=sparse, **SCORED).target_prompt_logprobs
+    np.testing.assert_allclose(np.frombuffer(tensor.sparse_csr.values, "<f4")[[0, 2]], scores[[1, 4]], atol=1e-5)
+    assert np.frombuffer(tensor.sparse_csr.col_indices, "<i8").tolist() == [1, 0, 1]
+
+
+SCORED = {"prompt_logprobs": True, "sampling_params": {"max_tokens": 1, "temperature": 0.0}}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"prompt": []}, "has no token"),
+        ({"prompt": [10**6]}, "has the token 1000000"),
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens must be"),
+        ({"sampling_params": {"max_tokens": 1, "top_k": -2}}, "top_k must be"),
+        ({"sampling_params": {"max_tokens": 1, "stop": [1, "a"]}}, "stop"),
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 5}, "1 to 4"),
+        ({"topk_sample_logprobs": 65}, "0 to 64"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}}, "the shape [1, 1], not [4,"),
+        ({"folder": "nowhere"}, "were removed"),
+    ],
+)
+def test_mistakes_in_samples_fail_alone(sampling, change, text):
+    worker, peft, _ = sampling
+    folder = worker.folder / change["folder"] if "folder" in change else peft
+    values = {name: value for name, value in change.items() if name != "folder"}
+    told = asked(worker, f"wrong-{text}".replace("/", "-"), folder, **values)
+    assert text in told["error"]
+    assert told["category"] == "user"
+
+
+def test_gradients_that_were_saved_are_stepped(session, tmp_path):
+    """A state between rows and their step, from which another model starts."""
+    worker = Worker(session, tmp_path)
+    place = {"job": "job-000000000002", "epoch": 3}
+    worker.start(**place)
+    point = tmp_path / "point"
+    save = call(tmp_path, 2, "save_weights", refused="", folder=str(point))
+    worker.send(rows(tmp_path, 1, [[1, 2, 3, 4, 5]]), save, call(tmp_path, 3), **place)
+    norm = worker.answers(3)[2]["result"]["metrics"]["grad_norm:mean"]
+    worker.lose()
+    other = Worker(session, tmp_path / "other")
+    other.start(**place, load={"folder": str(point), "optimizer": True})
+    other.send(call(tmp_path, 1), **place)
+    assert other.answers(1)[0]["result"]["metrics"]["grad_norm:mean"] == pytest.approx(norm) != 0
+    other.lose()

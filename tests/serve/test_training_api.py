@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -451,8 +452,9 @@ def test_checkpoints_start_models_and_belong_to_their_owner(model, service):
     wait_for(lambda: not list(folder.glob("train-0/*")))
 
 
-def test_samplers_are_named_and_samples_fail_at_once(model, service):
-    model.result(model.rows(ROWS))
+def test_samplers_are_named_and_sample_what_was_saved(model, service):
+    model.result(model.rows(ROWS[:1]))
+    model.result(model.step())
     made = model.result(save(model, "save_weights_for_sampler", None, sampling_session_seq_id=0))
     named = model.result(save(model, "save_weights_for_sampler", "out"))["path"]
     body = {"session_id": model.session, "sampling_session_seq_id": 1, "model_path": named}
@@ -464,12 +466,40 @@ def test_samplers_are_named_and_samples_fail_at_once(model, service):
     shown = service.ask("GET", f"/samplers/{sampler}")
     assert shown == (200, {"sampler_id": sampler, "base_model": "tiny", "model_path": named})
     assert service.ask("GET", f"/samplers/{sampler}", owner="ben")[0] == 404
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": ROWS[0][:2]}]}
     for name in (made["sampling_session_id"], sampler):
-        asked = {"sampling_session_id": name, "seq_id": 0, "num_samples": 2, "prompt": {"chunks": []}}
+        asked = {"sampling_session_id": name, "seq_id": 0, "num_samples": 2, "prompt": prompt}
+        asked |= {"sampling_params": {"max_tokens": 9, "stop": [5]}, "prompt_logprobs": True}
         status, future = model.ask("/asample", asked)
         assert (status, len(set(future["sample_sequence_ids"]))) == (200, 2)
-        assert "does not sample yet" in model.read(future["request_id"])["error"]
+        assert model.ask("/asample", asked)[1] == future
+        message = samples_of(model, future)
+        assert [np.frombuffer(each.tokens, "<i4").tolist() for each in message.sequences] == [[3, 4, 5]] * 2
+        assert np.frombuffer(message.prompt_logprobs, "<f4")[1] > -np.log(WORDS)
         assert service.ask("POST", "/asample", asked, owner="ben")[0] == 404
+    wrong = asked | {"seq_id": 1, "prompt": {"chunks": []}}
+    assert model.read(model.ask("/asample", wrong)[1]["request_id"]) == {
+        "error": "the prompt has no token", "category": "user",
+    }  # fmt: skip
+    base = model.ask(
+        "/create_sampling_session", body | {"sampling_session_seq_id": 2, "model_path": None, "base_model": "tiny"}
+    )
+    future = model.ask("/asample", asked | {"sampling_session_id": base[1]["sampling_session_id"]})[1]
+    np.testing.assert_allclose(np.frombuffer(samples_of(model, future).prompt_logprobs, "<f4")[1], -np.log(WORDS))
+    with service.db.read() as connection:
+        assert not log.waiting_samples(connection)
+
+
+def samples_of(model: Model, future: dict) -> Any:
+    """Waits for samples."""
+    for _ in range(5):
+        status, content = model.ask("/retrieve_future", {"request_id": future["request_id"]})
+        assert status == 200
+        if isinstance(content, bytes):
+            break
+    message = message_class("SampleResponse")()
+    message.ParseFromString(content)
+    return message
 
 
 def test_names_and_times_of_checkpoints_are_checked_in_their_turn(model):

@@ -171,6 +171,8 @@ class Samples:
         request = read_sample(command["values"], bank.most_tokens)
         if folder is None or folder in self._held:
             return request, None
+        if not Path(folder).is_dir():
+            raise DatumError("the weights of this sampler were removed; make another one from weights that are there")
         leaves = bank.read(Path(folder))
         self._held.add(folder)
         return request, leaves
