@@ -95,4 +95,4 @@ def test_all_calls_of_the_sdk(tmp_path, tiny_base, wrap):
     finally:
         service.close()
     assert "failed" not in shown
-    assert shown.count("passed") >= 9
+    assert shown.count("passed") >= 10

@@ -250,6 +250,35 @@ def checkpoints(service):
         assert {file.name for file in Path(folder).rglob("*") if file.is_file()} >= set(urls)
 
 
+def samples(service):
+    model = service.create_lora_training_client("tiny", rank=4).result()
+    model.forward_backward([datum(row) for row in ROWS], "cross_entropy")
+    model.optim_step(ADAM).result()
+    sampler = model.save_weights_and_get_sampling_client()
+    prompt, params = types.ModelInput.from_ints(ROWS[1][:3]), types.SamplingParams(max_tokens=6, temperature=0.0)
+    answer = sampler.sample(prompt, 3, params, include_prompt_logprobs=True).result()
+    assert len({each.sequence_id for each in answer.sequences}) == 3
+    tokens = ROWS[1][:3] + answer.sequences[0].tokens
+    scores = outputs(model.forward([datum(tokens)], "cross_entropy").result())[0]
+    np.testing.assert_allclose(answer.prompt_logprobs[1:], scores[:2], atol=1e-5)
+    np.testing.assert_allclose(answer.sequences[0].logprobs, scores[2:], atol=1e-5)
+    np.testing.assert_allclose(
+        sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[1:], scores, atol=1e-5
+    )
+    stop = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[tokens[4]])
+    ended = sampler.sample(prompt, 1, stop).result().sequences[0]
+    assert (ended.stop_reason, ended.tokens[-1]) == ("stop", tokens[4])
+    model.forward_backward([datum(row) for row in ROWS], "cross_entropy")
+    model.optim_step(ADAM).result()
+    again = sampler.sample(prompt, 1, params).result().sequences[0]  # it does not move
+    assert again.logprobs == answer.sequences[0].logprobs
+    base = service.create_sampling_client(base_model="tiny")
+    assert len(base.sample(prompt, 2, types.SamplingParams(max_tokens=4, stop=[])).result().sequences) == 2
+    named = service.create_sampling_client(model_path=model.save_weights_for_sampler("out").result().path)
+    assert named.sample(prompt, 1, params).result().sequences[0].logprobs != again.logprobs
+    failed(sampler.sample(types.ModelInput.from_ints([]), 1, params), "no token")
+
+
 CALLS = (
     fine_tuning,
     accumulation_in_chunks,
@@ -260,6 +289,7 @@ CALLS = (
     asynchronous,
     rest,
     checkpoints,
+    samples,
 )
 
 

@@ -95,14 +95,16 @@ def read_sample(values: Mapping[str, Any], most_tokens: int) -> SampleRequest:
 
 def _read_prompt(prompt: Any) -> list[int]:
     chunks = prompt.get("chunks") if isinstance(prompt, Mapping) else None
-    if not isinstance(chunks, list) or not chunks:
-        raise DatumError("the prompt has no token")
+    if not isinstance(chunks, list):
+        raise DatumError("the prompt has no chunks")
     tokens: list[int] = []
     for chunk in chunks:
         kind = chunk.get("type", "encoded_text") if isinstance(chunk, Mapping) else "no kind"
         if kind != "encoded_text":
             raise DatumError(f"the prompt has a chunk of {str(kind)[:100]}; there are chunks of text only")
         tokens += _ints(chunk.get("tokens"), "the prompt")
+    if not tokens:
+        raise DatumError("the prompt has no token")
     return tokens
 
 
