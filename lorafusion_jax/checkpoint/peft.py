@@ -424,8 +424,8 @@ def _path_in(layer: int, name: str, paths: Collection[str]) -> str:
     inside = next((path for path in beside if path in paths), None)
     ends = [path.split(".", 2)[2] for path in paths if path.endswith(f".{name}")]  # "name" alone: of the layer
     others = sorted({end for end in ends if end.removesuffix(f".{name}") not in (*BESIDE, PARALLEL)} or {PATHS[name]})
-    here = [f"layers.{layer}.{end}" for end in others]
-    return inside or next((path for path in here if path in paths), here[0])
+    candidates = [f"layers.{layer}.{end}" for end in others]
+    return inside or next((path for path in candidates if path in paths), candidates[0])
 
 
 def _mixed(paths: Iterable[str]) -> bool:

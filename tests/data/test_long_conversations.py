@@ -14,6 +14,7 @@ from lorafusion_jax.data.template import conversation
 from lorafusion_jax.data.template.compiled import TemplateProblem
 
 MANY = 5000
+LOOK = 3  # messages
 
 
 def messages_of(count: int) -> list[dict]:
@@ -22,11 +23,11 @@ def messages_of(count: int) -> list[dict]:
 
 @pytest.fixture
 def rendered(monkeypatch) -> list[int]:
-    """The number of messages of each render."""
+    """The number of messages of each render; not of those with which a process looks at a template once."""
     counts, render = [], conversation.render
 
     def count(source, values, marked=None):
-        counts.append(len(values["messages"]))
+        counts.extend(number for number in [len(values["messages"])] if number > LOOK)
         return render(source, values, marked)
 
     monkeypatch.setattr(conversation, "render", count)
