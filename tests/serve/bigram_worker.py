@@ -166,7 +166,7 @@ class BigramProcess:
                 model = Bigrams.read(Path(load["folder"]), optimizer=load["optimizer"])
             self.models[name] = command | {"model": model, "seq": seq, "taken": seq, "waiting": [], "path": state}
             self.link.emit("started", job=name, epoch=command["epoch"])
-        elif command["command"] == "sample":
+        elif command["command"] == "sample" and self.runs.is_set():
             self._sample(command)
         elif command["command"] == "request" and name in self.models:
             if command["seq"] <= self.models[name]["taken"]:

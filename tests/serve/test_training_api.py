@@ -292,7 +292,12 @@ def test_what_was_accepted_survives_a_killed_server_and_worker(tmp_path, tiny_ba
     futures = [model.rows(ROWS), model.step(), model.rows(ROWS[:2]), model.rows(ROWS[1:])]
     for future in futures:
         model.result(future)
+    base = {"session_id": model.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = model.ask("/create_sampling_session", base)[1]["sampling_session_id"]
     BigramProcess.runs.clear()
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": ROWS[0]}]}
+    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+    samples = model.ask("/asample", asked)[1]
     futures += [model.step(), model.rows(ROWS), model.step(), model.rows(ROWS[:1]), model.step()]
     service.close(kill=True)
     BigramProcess.runs.set()
@@ -301,6 +306,7 @@ def test_what_was_accepted_survives_a_killed_server_and_worker(tmp_path, tiny_ba
         model.service = service
         for future in futures:
             model.result(future)
+        assert len(samples_of(model, samples).sequences[0].tokens) == 8  # two tokens
         service.launcher.made[-1].crash()
         futures = [model.rows(ROWS), model.step()]
         last = model.result(model.rows(ROWS, forward_only=True))
