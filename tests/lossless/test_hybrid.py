@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from adapter_folders import distance, weights
@@ -13,6 +15,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.training import RunFolder, train
 
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps
@@ -20,6 +23,24 @@ LINEAR, FULL = LayerType(linear=True), LayerType(rope=Rope(theta=100.0, channels
 TARGETS = {  # each program of an adapter compiles kernels for all of its leaves
     "law": ["in_proj_z", "q_proj", "v_proj"],
     "med": ["in_proj_qkv", "in_proj_z", "in_proj_a"],
+}
+SIZES = {
+    "vocab_size": 3072, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+OTHERS = {  # other mechanisms in place of attention, and layers of parallel halves: keys of config.json, targets
+    "bamba": (
+        {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 6, "mamba_n_groups": 2},
+        {"law": ["in_proj", "q_proj", "down_proj"], "med": ["in_proj", "out_proj"]},
+    ),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+        {"law": ["in_proj", "q_proj", "w2"], "med": ["in_proj", "w1", "out_proj"]},
+    ),
+    "cohere2": (
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7, "logit_scale": 0.3},
+        {"law": ["q_proj", "down_proj"], "med": ["v_proj", "up_proj"]},
+    ),
 }
 LAYERS = {"law": (0, 1), "med": (0,)}  # where each has tensors
 
@@ -46,15 +67,15 @@ def run(base, tmp_path_factory):
     """run(names, **sections) → the folder of a run with these adapters; `others` have another seed."""
     runs: dict[str, RunFolder] = {}
 
-    def run(names=tuple(TARGETS), breaking=(), others=(), model=base, **sections):
-        key = str((names, breaking, others, model, sections))
+    def run(names=tuple(TARGETS), breaking=(), others=(), model=base, targets=TARGETS, **sections):
+        key = str((names, breaking, others, model, targets, sections))
         if key not in runs:
             folder = tmp_path_factory.mktemp("job")
             adapters = [
                 {
                     "name": name,
                     "data": {"train": write_rows(folder, name, 8, longest=5)},
-                    "lora": {"rank": 2 + number, "targets": TARGETS[name], "dropout": 0.1 * (name == "law")},
+                    "lora": {"rank": 2 + number, "targets": targets[name], "dropout": 0.1 * (name == "law")},
                     "optim": {
                         "name": "sgd",
                         "lr": 1e30 if name in breaking else 0.02,
@@ -112,6 +133,22 @@ def test_a_stage_boundary_may_be_within_a_layer(run, write_hybrid):
     cut = run(model=three, mesh={"stages": 2, "layers": [1.5, 1.5]})
     for name in TARGETS:
         assert distance(weights(cut, name), weights(run(model=three), name)) < TOLERANCE
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_mechanisms_train_jointly_in_two_stages_as_alone(run, make_base, family, tmp_path):
+    keys, targets = OTHERS[family]
+    config = ModelConfig.from_hf({"model_type": family, **SIZES, **keys})
+    shape = {field.name: getattr(config, field.name) for field in fields(config)}
+    model = make_base(tmp_path / family, **shape)
+    cut = run(model=model, targets=targets, mesh=MESH)
+    for name in targets:
+        joint = weights(cut, name)
+        assert all(joint[key].any() for key in joint if key.endswith(" 1")), "B is zero: nothing was learned"
+        assert distance(joint, weights(run((name,), model=model, targets=targets), name)) < TOLERANCE
+        report = merge_adapter(model, cut.latest(name), tmp_path / name)
+        assert report.num_changed == len({key.split(" ")[0] for key in joint})
 
 
 @pytest.mark.nightly
