@@ -26,7 +26,7 @@ def exchanged_class(cls: type, prefix: str, call: Callable[..., Any]) -> type:
 
 
 def _new(cls: type, prefix: str, call: Callable[..., Any]) -> Any:
-    made = exchanged_class(cls, prefix, call)
+    made: Any = exchanged_class(cls, prefix, call)
     return made.__new__(made)
 
 
