@@ -12,8 +12,8 @@ from template_cases import WEATHER
 
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples, load_tokenizer
+from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.errors import DataError, ErrorList
-from lorafusion_jax.generation.prompts import prompt_tokens
 from lorafusion_jax.objective.choose import choose
 
 TOOLS_TEMPLATE = (

@@ -18,6 +18,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import DataError, ErrorList, LoraFusionError, RunError
 from lorafusion_jax.generation import packing, prompt_file
@@ -26,7 +27,6 @@ from lorafusion_jax.generation.engine import Answer, Request
 from lorafusion_jax.generation.generator import Generator
 from lorafusion_jax.generation.packing import BASE, NOWHERE, TILE, Prompt, pack_prompts
 from lorafusion_jax.generation.passes import Passes
-from lorafusion_jax.generation.prompts import prompt_tokens
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.text import TokenGenerator
 from lorafusion_jax.models import open_frozen
