@@ -102,10 +102,10 @@ def write_random_case(folder: Path, name: str, seed: int) -> None:
     import jax.numpy as jnp
     from flax import nnx
 
-    from lorafusion_jax.checkpoint.merge import merge_adapter
-    from lorafusion_jax.checkpoint.peft import export_adapter
     from lorafusion_jax.models import Decoder, ModelConfig, RopeScaling, save_decoder
     from lorafusion_jax.modules import AdapterSpec
+    from lorafusion_jax.peft.folder import export_adapter
+    from lorafusion_jax.peft.merge import merge_adapter
 
     options = dict(MODELS[name])
     if options.pop("llama3", False):
@@ -138,8 +138,8 @@ def imported_logits(base: Path, folder: Path, tokens: np.ndarray) -> np.ndarray:
     """[2, rows, V]: with the adapter of a PEFT folder, and without."""
     import jax.numpy as jnp
 
-    from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
     from lorafusion_jax.models import load_decoder
+    from lorafusion_jax.peft.folder import put_adapter, read_adapter
 
     spec, arrays = read_adapter(folder)
     model = load_decoder(base, [spec], dtype=jnp.float32)
@@ -151,8 +151,8 @@ def imported_logits(base: Path, folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 def write_own_case(folder: Path, base: Path, adapter: Path) -> None:
     """Writes a case for an existing base and adapter folder."""
-    from lorafusion_jax.checkpoint.merge import merge_adapter
     from lorafusion_jax.models import ModelConfig
+    from lorafusion_jax.peft.merge import merge_adapter
 
     folder.mkdir()
     tokens = np.random.default_rng(0).integers(0, ModelConfig.from_hf(base).vocab_size, ROWS).astype(np.int32)

@@ -17,8 +17,8 @@ from benchmarks import delta_net, experts
 from benchmarks.end_to_end_inputs import GEMMA_4_E2B, GPT_OSS_20B
 from benchmarks.workloads import SHAPES
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.per_layer_input import TABLE as INPUT_TABLE
 from lorafusion_jax.families.rope import Rope

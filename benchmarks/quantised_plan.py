@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.workloads import SHAPES
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.layer import REMAT_POLICIES
 from lorafusion_jax.planning.memory import GIB, MemoryProblem, fits, largest_capacity, memory_problem, stage_memory
 from lorafusion_jax.planning.prediction import predicted_costs

@@ -27,7 +27,7 @@ from benchmarks.random_job import SHAPE, SMALL
 from benchmarks.starting import write_base
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config import load_config
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.prediction import predicted_costs, predicted_memory
 from scheduling import plan_statistics
 

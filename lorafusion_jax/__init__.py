@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     from lorafusion_jax.api.training import AdamParams as AdamParams
     from lorafusion_jax.api.training import Datum as Datum
     from lorafusion_jax.api.training import training_client as training_client
-    from lorafusion_jax.checkpoint.combine import combine_adapters as combine_adapters
-    from lorafusion_jax.checkpoint.own_model import load_checkpoint as load_checkpoint
-    from lorafusion_jax.checkpoint.own_model import load_peft as load_peft
-    from lorafusion_jax.checkpoint.own_model import save_checkpoint as save_checkpoint
-    from lorafusion_jax.checkpoint.own_model import save_peft as save_peft
     from lorafusion_jax.errors import LoraFusionError as LoraFusionError
     from lorafusion_jax.modules import AdapterSpec as AdapterSpec
     from lorafusion_jax.modules import LinenLoRA as LinenLoRA
@@ -49,6 +44,11 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules import use_adapters as use_adapters
     from lorafusion_jax.optim.per_adapter import active_adapters as active_adapters
     from lorafusion_jax.optim.per_adapter import per_adapter as per_adapter
+    from lorafusion_jax.peft.combine import combine_adapters as combine_adapters
+    from lorafusion_jax.peft.own_model import load_checkpoint as load_checkpoint
+    from lorafusion_jax.peft.own_model import load_peft as load_peft
+    from lorafusion_jax.peft.own_model import save_checkpoint as save_checkpoint
+    from lorafusion_jax.peft.own_model import save_peft as save_peft
 
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.peft.folder import read_adapter
 
 
 def weights(folder: RunFolder, name: str) -> dict[str, np.ndarray]:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
 

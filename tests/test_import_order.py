@@ -13,12 +13,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax")
 TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room imports lower floors only
     {"errors", "examples", "layout", "readable"},
-    {"files", "log_file", "plugins", "samples", "sealed_programs", "signals", "tensor_file"},
+    {"array_files", "files", "log_file", "plugins", "samples", "sealed_programs", "signals", "tensor_file"},
+    {"digests"},
+    {"new_folder"},
     {"adapters", "tuning_table", "weights"},
     {"optim"},
     {"families", "machine", "modules", "objective"},
-    {"config"},
     {"models"},
+    {"peft"},
+    {"config"},
     {"checkpoint"},
     {"data"},
     {"report"},

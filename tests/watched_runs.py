@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.requests import write_addition, write_request
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder
 

@@ -15,11 +15,11 @@ from lorafusion_jax.api.plan_screen import show_plan
 from lorafusion_jax.api.shown import Shown
 from lorafusion_jax.api.timelines import TimelineView
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError, raise_all
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.objective.table import OBJECTIVES
 from lorafusion_jax.optim.schedules import SCHEDULES

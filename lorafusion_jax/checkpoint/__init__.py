@@ -1,1 +1,1 @@
-"""What a run leaves on disk: the run folder, states to resume from, PEFT folders, merged models."""
+"""What a run leaves on disk: the run folder and states to resume from; the files of its base and of warm starts."""

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.checkpoint.digests import THREADS, digest_of
+from lorafusion_jax.digests import THREADS, digest_of
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.readable import open_regular
 from lorafusion_jax.samples import BLOCK, sample_offsets

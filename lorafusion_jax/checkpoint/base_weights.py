@@ -11,8 +11,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.checkpoint.base_files import WHOLE_BYTES
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import stored_names
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import EXPERTS

@@ -23,16 +23,16 @@ from typing import Any, TextIO
 from pydantic import ValidationError
 
 from lorafusion_jax.checkpoint import run_record
-from lorafusion_jax.checkpoint.digests import Damage, find_damage, has_digests
-from lorafusion_jax.checkpoint.new_folder import remove_leftovers
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import slots_of
 from lorafusion_jax.checkpoint.transition import change_files, complete_change, current_file
 from lorafusion_jax.config.resolved import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.values import BEGUN
+from lorafusion_jax.digests import Damage, find_damage, has_digests
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.files import PART, remove_folder, replace_text
+from lorafusion_jax.new_folder import remove_leftovers
 from lorafusion_jax.readable import PLAN as MOST_PLAN
 from lorafusion_jax.readable import SETTINGS, open_text, read_text
 from scheduling import Plan, PlanOutline, outline_from_lines

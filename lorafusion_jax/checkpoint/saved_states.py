@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.checkpoint import digests
-from lorafusion_jax.checkpoint.digests import Damage
+from lorafusion_jax import digests
+from lorafusion_jax.digests import Damage
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.readable import RECORD, read_text
 

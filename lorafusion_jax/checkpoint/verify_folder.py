@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lorafusion_jax.checkpoint import digests
+from lorafusion_jax import digests
 from lorafusion_jax.checkpoint.folder import CONFIG, TIMELINE, RunFolder
 from lorafusion_jax.checkpoint.requests import FOLDER as REQUESTS
 from lorafusion_jax.checkpoint.run_lock import held_by

@@ -10,17 +10,17 @@ import numpy as np
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.checkpoint.digests import digests_of
-from lorafusion_jax.checkpoint.peft import put_adapter, read_described
-from lorafusion_jax.checkpoint.peft_leaves import NOT_PROJECTIONS, SHOWN, Arrays, SomeLayers, with_adapter_axis
 from lorafusion_jax.config.join import select_adapters
-from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.config.peft_config import CONFIG_FILE
-from lorafusion_jax.config.peft_folder import TENSOR_FILE
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
+from lorafusion_jax.digests import digests_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few, raise_all
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.layer import Linear, saved_path
+from lorafusion_jax.peft.folder import put_adapter, read_described
+from lorafusion_jax.peft.leaves import NOT_PROJECTIONS, SHOWN, Arrays, SomeLayers, with_adapter_axis
+from lorafusion_jax.peft.read_config import CONFIG_FILE
+from lorafusion_jax.peft.settings import TENSOR_FILE
 
 FIX = (
     "lora.init_from: a folder with adapter_config.json and adapter_model.safetensors, such as RUN/adapters/NAME/latest"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import base_digests
 from lorafusion_jax.checkpoint.base_model import base_directory, base_identity, hub_snapshot, is_directory
-from lorafusion_jax.config.peft_config import CONFIG_FILE, read_config
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.peft.read_config import CONFIG_FILE, read_config
 from lorafusion_jax.readable import RECORD, read_text
 
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.files import user_cache
+from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.weights.entry import DamagedEntry, Entry, Place, entry_bytes, write_entry
 
 FORMAT = 1  # of entries, and of how a kernel is read from a checkpoint before it is quantised

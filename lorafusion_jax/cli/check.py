@@ -17,12 +17,12 @@ from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, typed
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import examine_config
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import LoraFusionError, unique
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.planning.checks import checked_data, layer_problems, problems_of_base, weight_notes
 from lorafusion_jax.report.console import out, plain_table, say, warn

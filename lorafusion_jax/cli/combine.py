@@ -9,8 +9,8 @@ import typer
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.common import next_command
-from lorafusion_jax.config.peft_config import CONFIG_FILE
 from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.peft.read_config import CONFIG_FILE
 from lorafusion_jax.report.console import out, say
 
 
@@ -36,7 +36,7 @@ def command(
         raise ConfigError(
             "combine.adapters", "an adapter is named twice.", fix="each once, with the sum of its weights"
         )
-    from lorafusion_jax.checkpoint.combine import combine_adapters
+    from lorafusion_jax.peft.combine import combine_adapters
 
     options: dict[str, Any] = {"method": method, "density": density, "majority": majority, "seed": seed}
     combine_adapters(weights, to, **options)

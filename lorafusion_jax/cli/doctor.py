@@ -18,9 +18,9 @@ from lorafusion_jax.cli.common import Json, Overrides, next_command
 from lorafusion_jax.cli.defaults import command_to_measure, defaults
 from lorafusion_jax.cli.job_calls import calls_of_job, typical_calls
 from lorafusion_jax.config import load_config
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.data.cache import token_cache
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.machine import program_cache
 from lorafusion_jax.report.console import out, plain_table
 from lorafusion_jax.report.format import count

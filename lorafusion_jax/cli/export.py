@@ -15,20 +15,20 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.checkpoint.digests import FILE as SUMS
-from lorafusion_jax.checkpoint.digests import Damage, find_damage, has_digests, refuse_damage
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.checkpoint.hub_upload import hub, upload
-from lorafusion_jax.checkpoint.new_folder import new_folder
-from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.cli.common import RunPath, next_command
 from lorafusion_jax.cli.other_programs import commands
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_spec
+from lorafusion_jax.digests import FILE as SUMS
+from lorafusion_jax.digests import Damage, find_damage, has_digests, refuse_damage
 from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import auto_class, loads_whole
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.new_folder import new_folder
+from lorafusion_jax.peft.leaves import exported_spec
 from lorafusion_jax.readable import RECORD, NotReadableError, check_regular
 from lorafusion_jax.report.card_results import results
 from lorafusion_jax.report.console import out, say
@@ -115,7 +115,7 @@ class Export:
 
     def copy(self, console: Console, dtype: str | None) -> None:
         """Copies the folder, adds results to its card, and reads it back."""
-        from lorafusion_jax.checkpoint.peft import cast_tensors, name_for_multimodal, read_adapter
+        from lorafusion_jax.peft.folder import cast_tensors, name_for_multimodal, read_adapter
 
         self._warn(console)
         with new_folder(self.to) as draft:
@@ -138,7 +138,7 @@ class Export:
 
     def merge(self, console: Console) -> None:
         """Writes the full model with the adapter merged in."""
-        from lorafusion_jax.checkpoint.merge import merge_adapter
+        from lorafusion_jax.peft.merge import merge_adapter
 
         self._warn(console)
         if self.spec.head is not None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.memory import memory_problem, site_shape
 from pallas_kernels.policy import LinearShape
 

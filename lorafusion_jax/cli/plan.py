@@ -15,10 +15,10 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, ends_in, next_command, typed
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import examine_config
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.planning.auto import GIB, resolve_auto
 from lorafusion_jax.planning.checks import base_problems, checked_data, layer_problems, weight_notes

@@ -12,8 +12,8 @@ import typer
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.extent import extents
 from lorafusion_jax.planning.prediction import better_layout, known_device, measured_with, memory_of, read_costs
 from lorafusion_jax.planning.rebalance import Moved

@@ -16,9 +16,9 @@ from lorafusion_jax.cli.common import Json, Overrides, next_command
 from lorafusion_jax.cli.tune_ops import calls_of, choose_implementations, show_implementations
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.auto import refuse_auto
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.tuning_table import check_table, read_table, share_table, table_path, take_table, use_tables
 

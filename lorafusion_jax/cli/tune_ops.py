@@ -11,7 +11,7 @@ from rich.console import Console
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.job_calls import LayerCalls, calls_of_job, named_calls, op_cases
 from lorafusion_jax.config import load_config
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.report.console import errors_to, say
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Job files: reading, defaults, sweeps, overrides and validation; shapes of base models. Never imports jax."""
+"""Job files: reading, defaults, sweeps, overrides and validation. Never imports jax."""
 
 from lorafusion_jax.config.load import load_config as load_config
 from lorafusion_jax.config.load import parse_config as parse_config

@@ -24,7 +24,6 @@ from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind, unknown_k
 from lorafusion_jax.config.chat_templates import NAMED, check_template
 from lorafusion_jax.config.data_sources import SOURCES_SCHEMA, Sources, TrainSources, as_written, held_out_sources
 from lorafusion_jax.config.section import Section, known_name
-from lorafusion_jax.config.token_rows import check_tokens
 from lorafusion_jax.config.values import (
     LARGEST_COUNT,
     Count,
@@ -38,6 +37,7 @@ from lorafusion_jax.config.values import (
     check_text,
 )
 from lorafusion_jax.families.hf_config import shortened
+from lorafusion_jax.families.token_rows import check_tokens
 from lorafusion_jax.objective.choose import choose, unknown_objective
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.schedules import unknown_schedule

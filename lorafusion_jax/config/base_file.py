@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.families.model import ModelConfig
 
 
 def base_file(file_name: str, name: str, revision: str | None, directory: Path) -> Path | None:

@@ -12,7 +12,6 @@ from lorafusion_jax.adapters.tokens import GROUP as TOKENS
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.chat_templates import NAMED, is_template
 from lorafusion_jax.config.merge import Entry
-from lorafusion_jax.config.peft_folder import describe_folder
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.references import reference_of, unknown_reference
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean
@@ -20,6 +19,7 @@ from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen
 from lorafusion_jax.optim.schedules import schedule
 from lorafusion_jax.optim.table import optimizer
+from lorafusion_jax.peft.settings import describe_folder
 from lorafusion_jax.readable import TEMPLATE, read_text
 
 MOST_DEVICES = 4096  # of a mesh

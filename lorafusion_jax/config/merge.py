@@ -9,11 +9,11 @@ from typing import Any
 from lorafusion_jax.adapters.table import unknown_kind
 from lorafusion_jax.config.base_file import model_of
 from lorafusion_jax.config.explain import unknown_key
-from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.config.peft_folder import lora_settings
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.sections import ADAPTER_KEYS, DEFAULTS, SINGLE_DEFAULTS
 from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.families.model import ModelConfig
+from lorafusion_jax.peft.settings import lora_settings
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from lorafusion_jax.config.peft_config import CONFIG_FILE
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.errors import did_you_mean
+from lorafusion_jax.peft.read_config import CONFIG_FILE
 
 BASE, START = "base", "start"
 

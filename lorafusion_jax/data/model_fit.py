@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import CheckpointError, DataError, LoraFusionError
+from lorafusion_jax.families.model import ModelConfig
 
 LEFT_TO_TRAINING = ("model.not-found", "model.unsupported")  # planning works without the model
 

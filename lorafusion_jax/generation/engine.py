@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError, raise_all
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.generation.blocks import BlockPool
 from lorafusion_jax.generation.choose import NOT_FINITE, Choices, Chosen, Edits
 from lorafusion_jax.generation.packing import BASE, NOWHERE, Prompt, bucket, pack_prompts, power_of_two

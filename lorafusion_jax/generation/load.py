@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.peft import read_described
-from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, put_adapter, with_adapter_axis
 from lorafusion_jax.checkpoint.warm_start import with_all_layers
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.models import open_frozen
+from lorafusion_jax.peft.folder import read_described
+from lorafusion_jax.peft.leaves import HEAD, Arrays, put_adapter, with_adapter_axis
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.session.parts import Parts

@@ -10,11 +10,11 @@ from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory, find_base
 from lorafusion_jax.checkpoint.folder import CONFIG, RunFolder
-from lorafusion_jax.checkpoint.peft_leaves import exported_spec
-from lorafusion_jax.config.peft_config import CONFIG_FILE, read_config
-from lorafusion_jax.config.peft_folder import describe_folder
 from lorafusion_jax.config.specs import adapter_spec, model_targets
 from lorafusion_jax.errors import CheckpointError, ConfigError, did_you_mean
+from lorafusion_jax.peft.leaves import exported_spec
+from lorafusion_jax.peft.read_config import CONFIG_FILE, read_config
+from lorafusion_jax.peft.settings import describe_folder
 from lorafusion_jax.weights.table import NONE
 
 BASE_NAME = "base"  # the name of the base without an adapter

@@ -1,6 +1,6 @@
 """Decoder-only language models: one decoder for all families, see `lorafusion_jax.families`."""
 
-from lorafusion_jax.config.model import ModelConfig as ModelConfig
+from lorafusion_jax.families.model import ModelConfig as ModelConfig
 from lorafusion_jax.families.rope import Rope as Rope
 from lorafusion_jax.families.rope import RopeScaling as RopeScaling
 from lorafusion_jax.models.attention import AttentionImplementation as AttentionImplementation

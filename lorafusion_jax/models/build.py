@@ -9,8 +9,8 @@ from typing import Any
 from flax import nnx
 
 from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.models.expert_linear import ExpertLinear
 from lorafusion_jax.models.norm import LayerNorm, RMSNorm
 from lorafusion_jax.modules import LoRALinear

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from lorafusion_jax.adapters.init import init_leaves
 from lorafusion_jax.adapters.spec import AdapterSpec, refuse_only_in_runs
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.per_layer_input import TABLE
 from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, run_layer

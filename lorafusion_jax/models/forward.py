@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.layer import DecoderLayer

@@ -15,12 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mamba import Mamba
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.layout.layer import Half
 from lorafusion_jax.models.attention import AttentionImplementation

@@ -22,7 +22,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from lorafusion_jax.adapters.init import init_leaves
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import stored_names
 from lorafusion_jax.models.cached_kernels import read_cached
 from lorafusion_jax.models.checkpoint import Stored, list_tensors, plain_index, read_slice

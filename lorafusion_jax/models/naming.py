@@ -8,8 +8,8 @@ from typing import Any
 
 from flax import nnx
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.table import PREDICTORS, Family, family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.models.decoder import Decoder

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.per_layer_input import GATE, MIX, MIX_NORM, NORM, PROJECTION, PerLayerInput
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.norm import RMSNorm, shifted

@@ -7,10 +7,10 @@ from typing import Any
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.auto import CAPACITY, MESH, QUANTIZE
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.choices import Choice, compare_choices
 from lorafusion_jax.planning.network import Network
 from lorafusion_jax.planning.prediction import known_device, this_device

@@ -10,11 +10,11 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.base_weights import has_weights, header_problems
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all, unique
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.planning.tensor import tensor_problems

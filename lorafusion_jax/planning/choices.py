@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from lorafusion_jax.config.auto import AUTO, CAPACITY, MESH, QUANTIZE
 from lorafusion_jax.config.job_checks import largest_sample
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.network import Network
 from lorafusion_jax.planning.prediction import adapter_tokens, memory_of, predicted_costs, predicted_memory
 from lorafusion_jax.planning.tensor import tensor_problems

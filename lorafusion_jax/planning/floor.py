@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lorafusion_jax.adapters.spec import bank_columns
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.extent import Extent, Piece
 from lorafusion_jax.layout.layer import HALVES, Half, Linear
 from lorafusion_jax.planning.memory import MemoryProblem, memory_problem

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.planning.memory import MemoryProblem, StageMemory, stage_memory
 from lorafusion_jax.planning.prediction import predicted_parts

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.families.mamba import Mamba
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.layout.layer import Half
 

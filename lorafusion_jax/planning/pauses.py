@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import HalvingSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.memory import DEVICE_BYTES, USABLE, memory_problem, stage_memory
 from scheduling import CostModel, Plan
 

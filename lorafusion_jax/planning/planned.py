@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.floor import plan_floor_s
 from lorafusion_jax.planning.network import Network
 from lorafusion_jax.planning.pauses import LEFT_OUT, Pauses, predicted_pauses

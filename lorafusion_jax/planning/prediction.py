@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.extent import Extent, counts_of
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.planning import memory, ranks

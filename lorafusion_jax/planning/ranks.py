@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lorafusion_jax.adapters.spec import AdapterSpec, bank_columns, common_rank
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.layer import Linear
 from pallas_kernels.policy import MAX_RANK, MIN_RANK, extra_blocks, padded_rank
 

@@ -12,8 +12,8 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.extent import Extent, counts_of, extents
 from lorafusion_jax.layout.layer import HALVES
 from lorafusion_jax.planning.part_work import attention_elements, mean_over_layers, row_weights

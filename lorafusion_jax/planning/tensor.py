@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.errors import ConfigError, LoraFusionError
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.families.mlp import Mlp
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.objective.protocol import DIVERGENCE
 from lorafusion_jax.weights.table import NONE
 

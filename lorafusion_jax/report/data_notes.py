@@ -9,11 +9,11 @@ import numpy as np
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.warm_start_base import unproven_bases
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet
 from lorafusion_jax.errors import LoraFusionError, first_few
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.report.format import exact, percent
 
 SHOWN = 5

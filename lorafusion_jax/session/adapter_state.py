@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.checkpoint.digests import find_damage, has_digests, refuse_damage
-from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.config.schema import AdapterConfig
+from lorafusion_jax.digests import find_damage, has_digests, refuse_damage
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.optim.step import transformation, zero_hyper
 from lorafusion_jax.session.leaves import by_path
 from lorafusion_jax.tensor_file import write_tensors

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import BatchSettings, JobConfig, MeshSettings
 from lorafusion_jax.data.assemble import (
     EACH_ONE,
@@ -25,6 +24,7 @@ from lorafusion_jax.data.assemble import (
 )
 from lorafusion_jax.data.sample_table import State, TableShape
 from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen
 from lorafusion_jax.planning.training_plan import plan_of_set
 from lorafusion_jax.session.task import Task

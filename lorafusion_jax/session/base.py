@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from lorafusion_jax.adapters.check import check_kind
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.checkpoint.peft import check_folder_of
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import place_specs, stack_of
@@ -25,6 +24,7 @@ from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.models import ModelConfig, open_frozen
 from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.objective.batch import check_loss
+from lorafusion_jax.peft.folder import check_folder_of
 from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,

@@ -14,12 +14,12 @@ import numpy as np
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory, exported_base
-from lorafusion_jax.checkpoint.peft import export_adapter
-from lorafusion_jax.checkpoint.peft_leaves import with_adapter_axis
 from lorafusion_jax.config.chat_templates import template_text
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import auto_class, loads_whole
+from lorafusion_jax.peft.folder import export_adapter
+from lorafusion_jax.peft.leaves import with_adapter_axis
 from lorafusion_jax.report.record import versions
 from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.task import Task

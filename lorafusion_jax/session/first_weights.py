@@ -15,9 +15,9 @@ import numpy as np
 from lorafusion_jax.adapters.init import draw_leaf, init_layers, init_shared
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TABLES
-from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.layout.layer import Linear
+from lorafusion_jax.peft.folder import Arrays
 from lorafusion_jax.session.leaf_layout import LeafLayout
 from lorafusion_jax.session.leaves import HEAD, LAYERS, SHARED, TOKENS
 

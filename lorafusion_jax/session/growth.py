@@ -12,8 +12,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.peft.folder import Arrays
 from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.base import stages_for
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages

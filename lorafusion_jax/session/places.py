@@ -9,13 +9,13 @@ import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.config.references import ReferenceWeights
 from lorafusion_jax.config.schema import JobConfig, OptimSettings
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import Stack, place_name
 from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.errors import CheckpointError, RunError
+from lorafusion_jax.peft.folder import Arrays
 from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.assembler import teacher_state
 from lorafusion_jax.session.distant_stage import DistantStage

@@ -18,7 +18,6 @@ import numpy as np
 from jax import Array
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.peft import Arrays, read_described
 from lorafusion_jax.config.references import ReferenceWeights, reference_of
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.stack import stack_of, without_places
@@ -29,6 +28,7 @@ from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.objective.protocol import DIVERGENCE
+from lorafusion_jax.peft.folder import Arrays, read_described
 from lorafusion_jax.report.format import count
 from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, pack_set, teacher_state
 from lorafusion_jax.session.base import stages_for

@@ -15,7 +15,6 @@ import jax
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.places import Places, place_kind
@@ -29,6 +28,7 @@ from lorafusion_jax.data.sample_table import table_shape
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.peft.folder import Arrays
 from lorafusion_jax.report.format import count
 from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.ahead import Ahead, requests_of

@@ -9,8 +9,8 @@ import numpy as np
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.session.export import write_adapter
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress

@@ -9,7 +9,6 @@ from pathlib import Path
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.begun_folder import start_file
-from lorafusion_jax.checkpoint.digests import Damage
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import request_files
 from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint, find_checkpoint, slots_of
@@ -18,6 +17,7 @@ from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.digests import Damage
 from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, RunEvent
 from lorafusion_jax.report.record import check_record, other_table, other_versions
 from lorafusion_jax.report.recorder import Recorder, read_rows

@@ -9,13 +9,13 @@ from threading import Event
 
 import jax
 
-from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import reread_warm_starts
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.references import with_references
+from lorafusion_jax.digests import is_intact
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.planning.prediction import predicted_run
 from lorafusion_jax.planning.training_plan import slots_of_sizes

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.peft import read_adapter
-from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.peft.folder import read_adapter
+from lorafusion_jax.peft.leaves import exported_spec
 from lorafusion_jax.report.summary import final_rows
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.training.stored_references import read_references

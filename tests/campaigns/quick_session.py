@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.assemble import Microbatch, Weights, assemble, num_segments, pieces_of
 from lorafusion_jax.data.prepare import AdapterData, Prepared
+from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.ahead import Ahead
 from lorafusion_jax.session.assembler import Assembler

@@ -10,9 +10,9 @@ import pytest
 from safetensors import safe_open
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.combine import Combination, combine_adapters, combined_arrays
-from lorafusion_jax.checkpoint.peft import read_adapter, write_adapter
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.peft.combine import Combination, combine_adapters, combined_arrays
+from lorafusion_jax.peft.folder import read_adapter, write_adapter
 
 with safe_open(Path(__file__).parent / "combined.safetensors", "np") as opened:
     NOTES = json.loads(opened.metadata()["notes"])

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.merge import merge_arrays
 from lorafusion_jax.errors import CheckpointError, RunError
+from lorafusion_jax.peft.merge import merge_arrays
 
 SPEC = AdapterSpec(name="law", rank=2, alpha=3, rslora=True, targets=("q_proj",))
 NAME = "model.layers.{}.self_attn.q_proj.weight"
@@ -153,7 +153,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(arrays, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     base = write_base(tmp_path / "base", weights(np.float32))
-    monkeypatch.setattr("lorafusion_jax.checkpoint.merge.shutil.copyfile", full)
+    monkeypatch.setattr("lorafusion_jax.peft.merge.shutil.copyfile", full)
     with pytest.raises(RunError, match=r"save\.no-space"):
         merge_arrays(base, SPEC, arrays, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -12,9 +12,9 @@ from safetensors import safe_open
 
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter, take_adapter, write_adapter
-from lorafusion_jax.config.peft_folder import lora_settings
 from lorafusion_jax.errors import CheckpointError, RunError
+from lorafusion_jax.peft.folder import export_adapter, put_adapter, read_adapter, take_adapter, write_adapter
+from lorafusion_jax.peft.settings import lora_settings
 
 WIDE = AdapterSpec(name="wide", rank=6, alpha=12, dropout=0.1, targets=("q_proj", "down_proj"))
 THIN = AdapterSpec(name="thin", rank=2, alpha=3.5, rslora=True, targets=("q_proj",))

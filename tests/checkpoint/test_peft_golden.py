@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from lorafusion_jax.checkpoint.merge import merge_adapter
-from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter
 from lorafusion_jax.models import Segments, load_decoder
 from lorafusion_jax.modules import LoRAContext
+from lorafusion_jax.peft.folder import export_adapter, put_adapter, read_adapter
+from lorafusion_jax.peft.merge import merge_adapter
 
 GOLDEN = Path(__file__).parent / "golden"
 # float32 sums in another order on the two sides: errors of 1e-6 measured, wrong weights give 0.6

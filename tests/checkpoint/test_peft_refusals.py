@@ -9,9 +9,9 @@ from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter, take_adapter
 from lorafusion_jax.errors import CheckpointError, ErrorList
 from lorafusion_jax.objective.reward import REWARD
+from lorafusion_jax.peft.folder import export_adapter, put_adapter, read_adapter, take_adapter
 
 SPEC = AdapterSpec(name="law", rank=2, alpha=4, targets=("q_proj", "v_proj"))
 KEY = "base_model.model.model.layers.{}.self_attn.{}.lora_{}.weight"

@@ -11,13 +11,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from lorafusion_jax.checkpoint.array_files import MANIFEST
-from lorafusion_jax.checkpoint.digests import find_damage, write_digests
-from lorafusion_jax.checkpoint.new_folder import new_folder
+from lorafusion_jax.array_files import MANIFEST
 from lorafusion_jax.checkpoint.saved_states import POSITION, checkpoint_damage, find_checkpoint, slots_of
 from lorafusion_jax.checkpoint.store import ARRAYS, StateStore
+from lorafusion_jax.digests import find_damage, write_digests
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.files import replace_text
+from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.session import AdapterState
 
 THREADS_END_S = 0.5  # those of the writer, after its error
@@ -92,7 +92,7 @@ def test_every_folder_that_is_made_is_on_the_disk(tmp_path, monkeypatch):
     """Its entry is in the folder above: that is synchronised, also above a folder that is renamed into its place."""
     synced: list[Path] = []
     monkeypatch.setattr("lorafusion_jax.files.sync", synced.append)
-    monkeypatch.setattr("lorafusion_jax.checkpoint.new_folder.sync", synced.append)
+    monkeypatch.setattr("lorafusion_jax.new_folder.sync", synced.append)
     with new_folder(tmp_path / "jobs" / "job-1" / "adapter" / "step-1") as folder:
         (folder / "file").write_text("x")
     assert {tmp_path, tmp_path / "jobs", tmp_path / "jobs" / "job-1", tmp_path / "jobs" / "job-1" / "adapter"} <= {

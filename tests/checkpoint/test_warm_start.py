@@ -11,10 +11,10 @@ import small_jobs
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.checkpoint.base_model import exported_base
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases, unproven_bases
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.session.export import model_card
 from lorafusion_jax.training import train
 

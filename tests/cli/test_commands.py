@@ -16,10 +16,10 @@ import pytest
 from cli_helpers import make_rows, snapshot, weights, write_rows_to
 from forked_commands import Command
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli import init
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report import recorder
 from lorafusion_jax.report.format import count
 from lorafusion_jax.report.recorder import read_rows

@@ -10,8 +10,8 @@ import pytest
 import small_jobs
 from safetensors.numpy import load_file, save_file
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli.main import run
+from lorafusion_jax.peft.folder import read_adapter
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import yaml
 
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.peft import write_adapter
 from lorafusion_jax.config import dump_config, load_config, sweep
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import parse_config
@@ -19,6 +18,7 @@ from lorafusion_jax.config.read import Source, read_source
 from lorafusion_jax.config.resolved import read_resolved
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
 from lorafusion_jax.errors import ConfigError, ErrorList
+from lorafusion_jax.peft.folder import write_adapter
 
 SMALL = """
 base: {model: some/model}

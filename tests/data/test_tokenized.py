@@ -8,11 +8,11 @@ from data_helpers import MARKED_TEMPLATE, chat, learned, write_model
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples, load_tokenizer
 from lorafusion_jax.data.model_fit import model_problems
 from lorafusion_jax.errors import DataError
+from lorafusion_jax.families.model import ModelConfig
 
 SHAPE = ModelConfig.from_hf(Path(__file__).parents[1] / "models" / "golden" / "llama3")
 TWO_TURNS = {"messages": chat("2+2?", "four", "3+3?", "six", system="Be brief.")}

@@ -11,14 +11,14 @@ from live_sessions import WINDOWS, assert_same, open_session, run, run_window, s
 from more_cases import mostly_nightly
 from small_jobs import exported, write_job, write_rows
 
-from lorafusion_jax.checkpoint.peft import peft_tensors
-from lorafusion_jax.checkpoint.peft_leaves import take_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.data_sources import read_sources
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import ObjectiveSettings
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.peft.folder import peft_tensors
+from lorafusion_jax.peft.leaves import take_adapter
 from lorafusion_jax.session import AdapterState, Places, Session, Task
 from lorafusion_jax.session.compiles import CompileCounter
 from lorafusion_jax.training import train

@@ -22,12 +22,12 @@ from small_jobs import two_adapters, write_job, write_rows
 
 import lorafusion_jax as lf
 from lorafusion_jax.api.training import TrainingClient, _Shared
-from lorafusion_jax.checkpoint.peft import read_described
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CallError
+from lorafusion_jax.peft.folder import read_described
 from lorafusion_jax.session import AdapterState, Session, Task, WindowPlanner
 from lorafusion_jax.session.calls import ForwardBackward, LoadState, OptimStep, Row, SaveState
 from lorafusion_jax.session.session_thread import SessionThread

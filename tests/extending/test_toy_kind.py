@@ -319,7 +319,7 @@ def test_training_goes_on_from_a_folder_of_its_kind(joint, job, tmp_path, capsys
 
 
 def test_merged_weights_compute_the_same(joint, tiny_base, tmp_path):
-    from lorafusion_jax.checkpoint.merge import merge_adapter as merge_folder
+    from lorafusion_jax.peft.merge import merge_adapter as merge_folder
 
     merge_folder(tiny_base, joint / "adapters" / "gain" / "latest", tmp_path / "merged", kind="gain")
     before, after = load_file(tiny_base / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
@@ -362,8 +362,8 @@ def test_a_kind_that_only_a_merge_can_hold_is_merged_and_not_exported(joint, job
 
 
 def test_a_folder_without_its_scale_is_refused(joint, tmp_path):
-    from lorafusion_jax.checkpoint.peft import read_adapter
     from lorafusion_jax.errors import LoraFusionError
+    from lorafusion_jax.peft.folder import read_adapter
 
     latest = joint / "adapters" / "gain" / "latest"
     assert read_adapter(latest, "gain")[0].scale_at("layers.0.self_attn.q_proj") == pytest.approx(3 / 2**0.5)

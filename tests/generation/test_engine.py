@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from test_generator import MODEL, SPECS, requests, stages
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.generation import engine as engine_module
 from lorafusion_jax.generation.blocks import BlockPool
 from lorafusion_jax.generation.choose import Chosen

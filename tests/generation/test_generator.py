@@ -16,11 +16,11 @@ import tokenizers
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import DataError, ErrorList, LoraFusionError, RunError
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.generation import packing, prompt_file
 from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.engine import Answer, Request

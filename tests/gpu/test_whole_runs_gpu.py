@@ -7,9 +7,9 @@ import pytest
 from planted_scale import scale_a_row_of_each_tile
 from small_jobs import write_job, write_rows
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.session import assembler
 from lorafusion_jax.training import RunFolder, train

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings, TrainSettings
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.optim.step import hyper
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.session.leaves import own_columns, place_of
 from lorafusion_jax.session.mesh import stage_meshes

@@ -12,8 +12,8 @@ import pytest
 from more_cases import nightly
 from small_jobs import write_job, write_rows
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, train
 

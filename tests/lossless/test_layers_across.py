@@ -9,12 +9,12 @@ from adapter_folders import distance, weights
 from safetensors.numpy import load_file
 from small_jobs import write_job, write_rows
 
-from lorafusion_jax.checkpoint.merge import merge_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.errors import ConfigError, ErrorList
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.peft.merge import merge_adapter
 from lorafusion_jax.training import RunFolder, train
 
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from small_jobs import write_job, write_rows
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train

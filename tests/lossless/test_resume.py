@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from small_jobs import write_job, write_rows
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.session import snapshot as snapshot_module
 from lorafusion_jax.session.session import Session

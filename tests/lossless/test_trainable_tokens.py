@@ -13,7 +13,7 @@ from small_jobs import exported, largest_difference
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config import load_config
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.memory.problem import memory_problem
 from lorafusion_jax.planning.memory.stored import adapter_bytes, trainable_parameters
 from lorafusion_jax.training import train

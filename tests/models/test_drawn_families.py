@@ -19,11 +19,11 @@ from drawn import CASES_FILE, TOKENS, adapter, probe, tokens, weights
 from more_cases import nightly
 from safetensors.numpy import save_file
 
-from lorafusion_jax.config.peft_folder import text_name
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.models import ModelConfig, Segments
 from lorafusion_jax.models.experts import choose_experts
+from lorafusion_jax.peft.settings import text_name
 from lorafusion_jax.planning.stages import stage_layers
 
 FILE = Path(os.environ.get("DRAWN", Path(__file__).parent / CASES_FILE))

@@ -12,12 +12,12 @@ from make_golden import GOLDEN
 from more_cases import nightly
 from safetensors.numpy import load_file, save_file
 
-from lorafusion_jax.checkpoint.merge import merge_adapter, merge_arrays
-from lorafusion_jax.checkpoint.peft import export_adapter, read_adapter
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.models import Decoder, ModelConfig, Segments, load_decoder, load_frozen, save_decoder
 from lorafusion_jax.models.forward import logits
+from lorafusion_jax.peft.folder import export_adapter, read_adapter
+from lorafusion_jax.peft.merge import merge_adapter, merge_arrays
 
 FILE = "model.safetensors"
 VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)  # of E2M1

@@ -14,13 +14,13 @@ from safetensors.numpy import load_file, save_file
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
-from lorafusion_jax.checkpoint.combine import combine_adapters
-from lorafusion_jax.checkpoint.merge import merge_arrays
-from lorafusion_jax.checkpoint.peft import read_adapter, read_described, write_adapter
-from lorafusion_jax.config.peft_folder import lora_settings
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.multimodal import WRAPPERS
 from lorafusion_jax.models import ModelConfig, load_decoder, save_decoder
+from lorafusion_jax.peft.combine import combine_adapters
+from lorafusion_jax.peft.folder import read_adapter, read_described, write_adapter
+from lorafusion_jax.peft.merge import merge_arrays
+from lorafusion_jax.peft.settings import lora_settings
 
 SOURCE = GOLDEN / "gemma3_untied"
 LAYOUTS = {

@@ -11,7 +11,6 @@ import pytest
 from make_golden import GOLDEN
 from safetensors.numpy import load_file, save_file
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList
 from lorafusion_jax.generation import packing
@@ -21,6 +20,7 @@ from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.models import ModelConfig, open_frozen
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.planning.choices import _meshes
 from lorafusion_jax.planning.stages import stage_layers
 

@@ -17,14 +17,14 @@ from safetensors.numpy import load_file
 
 from benchmarks.agreement import PARITY
 from benchmarks.csv_rows import rows
-from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
-from lorafusion_jax.checkpoint.peft_experts import to_file
 from lorafusion_jax.data.assemble import Piece, assemble
 from lorafusion_jax.layout.layer import saved_path
 from lorafusion_jax.models import Segments, load_decoder
 from lorafusion_jax.models.forward import logits
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.objective.loss import token_losses
+from lorafusion_jax.peft.experts import to_file
+from lorafusion_jax.peft.folder import put_adapter, read_adapter
 
 # Float32 through a few layers. Logits, of their largest; gradients, of each tensor's norm. Seen: 2e-6 and 5e-6.
 LOGITS, GRADIENTS = 1e-5, 1e-4

@@ -9,13 +9,13 @@ from make_router_golden import CASES, FACTOR, GOLDEN, OUT
 from more_cases import nightly
 from safetensors.numpy import load_file
 
-from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
-from lorafusion_jax.checkpoint.peft_experts import to_file
 from lorafusion_jax.models import Segments, load_decoder
 from lorafusion_jax.models.balance import balance_losses, count_choices, rows_inside
 from lorafusion_jax.models.forward import embed, final_norm, layer_inputs
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.objective.loss import token_losses
+from lorafusion_jax.peft.experts import to_file
+from lorafusion_jax.peft.folder import put_adapter, read_adapter
 
 LOSS, GRADIENTS = 1e-5, 1e-4  # as in test_parity: float32 through a few layers
 

@@ -210,7 +210,7 @@ def test_linen_texts_are_those_of_nnx():
     ],
 )
 def test_peft_keys_are_never_renamed_but_for_a_decoder_s_own_layers(path, key):
-    from lorafusion_jax.checkpoint.own_model import hf_key
+    from lorafusion_jax.peft.own_model import hf_key
 
     assert hf_key(path) == key
 

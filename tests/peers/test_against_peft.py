@@ -17,10 +17,10 @@ import small_jobs
 from safetensors.numpy import load_file
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.config import load_config
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.families.model import ModelConfig
+from lorafusion_jax.peft.folder import export_adapter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import train
 

@@ -15,11 +15,11 @@ import pytest
 import small_jobs
 
 from lorafusion_jax.adapters.table import KINDS as BUILT_IN
-from lorafusion_jax.checkpoint.peft import read_adapter
-from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.peft.folder import read_adapter
+from lorafusion_jax.peft.leaves import exported_spec
 from lorafusion_jax.session.references import SetPass, finish
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.training import train

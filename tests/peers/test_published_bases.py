@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lorafusion_jax.checkpoint.merge import merge_arrays
-from lorafusion_jax.checkpoint.peft import read_adapter, write_adapter
 from lorafusion_jax.families.multimodal import WRAPPERS, auto_class
 from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.peft.folder import read_adapter, write_adapter
+from lorafusion_jax.peft.merge import merge_arrays
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from drawn import TOKENS, probe, tokens

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import small_jobs
 
-from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder
 

@@ -15,9 +15,9 @@ from campaigns.quick_runs import quick_runs
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.json_schema import job_schema
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.auto import resolve_auto
 from lorafusion_jax.planning.choices import CLOSE, Choice, Mesh, _reason, compare_choices
 from lorafusion_jax.planning.network import network_of

@@ -8,7 +8,7 @@ import pytest
 from shapes import GEMMA_4_E2B
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.memory import MemoryProblem, stage_memory
 from lorafusion_jax.planning.model_facts import ModelFacts
 from lorafusion_jax.planning.stages import stage_layers

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.planning.part_work import row_weights

@@ -12,11 +12,11 @@ from campaigns.disk import Disk
 from more_cases import nightly
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.cli.main import run as lorafusion
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import resume
 

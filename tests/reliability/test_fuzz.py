@@ -23,20 +23,20 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.peft import peft_tensors, read_adapter
 from lorafusion_jax.checkpoint.requests import Request
 from lorafusion_jax.checkpoint.saved_states import find_checkpoint
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases, unproven_bases
 from lorafusion_jax.config.convert import convert
 from lorafusion_jax.config.load import load_config
-from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.config.peft_folder import lora_settings
-from lorafusion_jax.config.peft_write import config_of
 from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples, load_tokenizer
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.models.checkpoint import list_tensors
+from lorafusion_jax.peft.folder import peft_tensors, read_adapter
+from lorafusion_jax.peft.settings import lora_settings
+from lorafusion_jax.peft.write_config import config_of
 from lorafusion_jax.planning.prediction import read_costs
 from lorafusion_jax.report.measured import read_timeline
 from scheduling import (

@@ -14,9 +14,9 @@ import small_jobs
 from more_cases import nightly
 from sick_adapters import ALWAYS, ALWAYS_ON_A_MESH, CASES, Case, install, with_optim
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train
 

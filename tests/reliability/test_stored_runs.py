@@ -19,10 +19,10 @@ from safetensors.numpy import load_file
 
 from lorafusion_jax.checkpoint import run_record
 from lorafusion_jax.checkpoint.base_files import base_digests
-from lorafusion_jax.checkpoint.digests import write_digests
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.saved_states import POSITION
 from lorafusion_jax.cli.main import run as lorafusion
+from lorafusion_jax.digests import write_digests
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.session.adapter_state import FORM as STATE_FORM
 from lorafusion_jax.session.adapter_state import AdapterState

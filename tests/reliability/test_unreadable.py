@@ -13,9 +13,9 @@ import pytest
 import small_jobs
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.cli.main import run
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
+from lorafusion_jax.peft.folder import export_adapter
 
 NOBODY = 65534
 FILES = (

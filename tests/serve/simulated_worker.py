@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lorafusion_jax.checkpoint.digests import write_digests
+from lorafusion_jax.digests import write_digests
 from lorafusion_jax.serve.worker.link import Link
 
 STEP_S = 0.01

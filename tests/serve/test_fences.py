@@ -8,7 +8,7 @@ import time
 import pytest
 from sqlalchemy import select
 
-from lorafusion_jax.checkpoint.digests import write_digests
+from lorafusion_jax.digests import write_digests
 from lorafusion_jax.serve.control.controller import GROUP, Controller
 from lorafusion_jax.serve.control.hub import Hub
 from lorafusion_jax.serve.server import open_database

@@ -16,8 +16,8 @@ from local_service import start_service
 from simulated_service import Service, wait_for
 from sqlalchemy import select
 
-from lorafusion_jax.checkpoint.digests import digest_of, write_digests
 from lorafusion_jax.cli.main import run
+from lorafusion_jax.digests import digest_of, write_digests
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.serve import server
 from lorafusion_jax.serve.client import ServiceError

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import event as sql_event
 from sqlalchemy import select
 
-from lorafusion_jax.checkpoint.digests import write_digests
+from lorafusion_jax.digests import write_digests
 from lorafusion_jax.serve.control.controller import GROUP, Controller
 from lorafusion_jax.serve.control.hub import Hub
 from lorafusion_jax.serve.control.scheduler import OneSession

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.store import read_position
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
+from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.training import resume, train
 
 MARK = "left by the sitting before"

@@ -13,12 +13,12 @@ import small_jobs
 from more_cases import nightly
 from narrow_places import narrow_places
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.requests import write_addition
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import read_joining
 from lorafusion_jax.config.stack import stack_of, without_places
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train
 from lorafusion_jax.training.verify import verify_exports

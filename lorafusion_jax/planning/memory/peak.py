@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.optim.table import optimizer

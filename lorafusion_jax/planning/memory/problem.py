@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import stack_of
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.extent import Extent, Piece
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK

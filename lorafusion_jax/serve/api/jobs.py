@@ -20,9 +20,9 @@ from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.checkpoint.digests import FILE as DIGESTS
-from lorafusion_jax.checkpoint.digests import digest_of, read_digests
 from lorafusion_jax.config.references import BASE, START
+from lorafusion_jax.digests import FILE as DIGESTS
+from lorafusion_jax.digests import digest_of, read_digests
 from lorafusion_jax.serve.api.access import (
     AdaptersRead,
     IdempotencyKey,

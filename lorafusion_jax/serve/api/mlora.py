@@ -23,8 +23,8 @@ from fastapi.responses import JSONResponse
 from sqlalchemy import Connection, select
 from starlette.concurrency import run_in_threadpool
 
-from lorafusion_jax.checkpoint.digests import digest_of
 from lorafusion_jax.config.read import has_half_character
+from lorafusion_jax.digests import digest_of
 from lorafusion_jax.serve.api.access import JobsWrite, Service, ServiceOf, ask_child
 from lorafusion_jax.serve.api.datasets import keep
 from lorafusion_jax.serve.api.jobs import find_problems

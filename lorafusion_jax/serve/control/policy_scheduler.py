@@ -10,8 +10,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.places import Places, class_name
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.model_facts import ModelFacts
 from lorafusion_jax.serve.control.scheduler import Configuration, plan_of_row
 from lorafusion_jax.serve.control.session import LOCAL, SessionPlan

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import select
 
-from lorafusion_jax.checkpoint.digests import FILE as DIGESTS
+from lorafusion_jax.digests import FILE as DIGESTS
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import Database, StoreError

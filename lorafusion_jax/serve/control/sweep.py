@@ -19,9 +19,9 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from lorafusion_jax.checkpoint.digests import has_digests
-from lorafusion_jax.checkpoint.new_folder import NEW, OLD
+from lorafusion_jax.digests import has_digests
 from lorafusion_jax.files import GONE, PART
+from lorafusion_jax.new_folder import NEW, OLD
 from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.state_folders import JOB, adapter_number, states_in, states_replaced_by
 from lorafusion_jax.serve.states import ENDED

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from sqlalchemy import Connection as Transaction
 from sqlalchemy import select
 
-from lorafusion_jax.checkpoint.digests import digest_of, is_intact
+from lorafusion_jax.digests import digest_of, is_intact
 from lorafusion_jax.serve.control.hub import Connection
 from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.state_folders import ADAPTER, JOB, states_in, states_replaced_by

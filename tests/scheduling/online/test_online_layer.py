@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig
 from scheduling.online import SHAPES
 from scheduling.online.facts import BFLOAT16, stage_bytes
 from scheduling.online.shapes import LINEARS

@@ -1,4 +1,4 @@
-"""AdapterSpec → adapter_config.json, in PEFT's words; peft_config.py reads it."""
+"""AdapterSpec → adapter_config.json, in PEFT's words; read_config.py reads it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lorafusion_jax.adapters.kind import AdapterKind
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.config.peft_config import LORA, TRAINED_TOKENS, WEIGHT, dropout_key, peft_type
-from lorafusion_jax.config.peft_experts import named_in_peft
 from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
+from lorafusion_jax.peft.experts import named_in_peft
+from lorafusion_jax.peft.read_config import LORA, TRAINED_TOKENS, WEIGHT, dropout_key, peft_type
 from lorafusion_jax.weights.table import NONE
 
 BY_PATH = (  # what names projections

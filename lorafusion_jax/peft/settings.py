@@ -12,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind
-from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.config.peft_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
-from lorafusion_jax.config.peft_experts import our_key, targets_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
 from lorafusion_jax.layout.layer import BESIDE, BLOCK, MIXERS, PARALLEL, PATHS, PER_LAYER_NAMES, saved_path
+from lorafusion_jax.peft.experts import our_key, targets_of
+from lorafusion_jax.peft.read_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
 from lorafusion_jax.readable import check_regular
 
 TENSOR_FILE = "adapter_model.safetensors"

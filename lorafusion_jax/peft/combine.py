@@ -15,11 +15,11 @@ import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN
-from lorafusion_jax.checkpoint.peft import read_described, write_adapter
-from lorafusion_jax.checkpoint.peft_leaves import Arrays
-from lorafusion_jax.config.peft_config import Described
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.families.multimodal import TEXT_ROOT
+from lorafusion_jax.peft.folder import read_described, write_adapter
+from lorafusion_jax.peft.leaves import Arrays
+from lorafusion_jax.peft.read_config import Described
 
 Method = Literal["linear", "cat", "ties", "magnitude_prune", "dare_linear", "dare_ties"]
 Majority = Literal["total", "frequency"]

@@ -9,9 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from lorafusion_jax.adapters.tokens import MODULES, TokenRows
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean, raise_all
 from lorafusion_jax.families.hf_config import shortened
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.readable import TOKENIZER, read_text
 
 type Tokens = Sequence[int | str]

@@ -1,4 +1,4 @@
-"""adapter_config.json → AdapterSpec, from PEFT's words; peft_write.py writes it."""
+"""adapter_config.json → AdapterSpec, from PEFT's words; write_config.py writes it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lorafusion_jax.adapters.patterns import Patterns, matches, unusable_pattern
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
 from lorafusion_jax.adapters.tokens import TokenRows
-from lorafusion_jax.config.peft_experts import targets_of
-from lorafusion_jax.config.token_rows import check_tokens, token_rows
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.families.multimodal import TEXT_ROOT
+from lorafusion_jax.families.token_rows import check_tokens, token_rows
 from lorafusion_jax.layout.layer import PATHS
+from lorafusion_jax.peft.experts import targets_of
 from lorafusion_jax.readable import SETTINGS, read_text
 
 CONFIG_FILE = "adapter_config.json"

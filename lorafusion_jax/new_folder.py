@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lorafusion_jax.checkpoint.digests import write_digests
+from lorafusion_jax.digests import write_digests
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.files import GONE, PART, make_folder, remove_folder, sync
 

@@ -19,16 +19,16 @@ import numpy as np
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.adapters.tokens import Table
-from lorafusion_jax.checkpoint.new_folder import new_folder
-from lorafusion_jax.checkpoint.peft import read_adapter
-from lorafusion_jax.checkpoint.peft_leaves import NOT_PROJECTIONS, TOKENS, Arrays, tensors_at
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import stored_names
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.models.checkpoint import Stored, list_tensors
 from lorafusion_jax.models.expert_files import Part, as_stored, expert_parts
+from lorafusion_jax.new_folder import new_folder
+from lorafusion_jax.peft.folder import read_adapter
+from lorafusion_jax.peft.leaves import NOT_PROJECTIONS, TOKENS, Arrays, tensors_at
 
 _EXPORT = "export without --merge; PEFT merges the folder into the model that this base was made of"
 _COPIED = (".json", ".jinja", ".txt", ".model")  # configuration, tokenizer, chat template

@@ -16,17 +16,20 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from lorafusion_jax import digests
 from lorafusion_jax.adapters.init import SHARED
 from lorafusion_jax.adapters.kind import AdapterKind, Axis, Head, Leaf
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import GROUP, PLAIN, adapter_kind
 from lorafusion_jax.adapters.tokens import TokenRows
-from lorafusion_jax.checkpoint import digests
-from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
-from lorafusion_jax.checkpoint.new_folder import new_folder
-from lorafusion_jax.checkpoint.peft_experts import from_file, to_file
-from lorafusion_jax.checkpoint.peft_leaves import (
+from lorafusion_jax.digests import find_damage, refuse_damage
+from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
+from lorafusion_jax.families.multimodal import TEXT_ROOT
+from lorafusion_jax.layout.layer import BESIDE, EXPERTS, MIXERS, PARALLEL, PATHS
+from lorafusion_jax.new_folder import new_folder
+from lorafusion_jax.peft.experts import from_file, to_file
+from lorafusion_jax.peft.leaves import (
     HEAD,
     NOT_PROJECTIONS,
     TOKENS,
@@ -36,14 +39,11 @@ from lorafusion_jax.checkpoint.peft_leaves import (
     as_exported,
     tensors_at,
 )
-from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
-from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
-from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, describe, kind_of, read_config, without_absent
-from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name, root_of, text_name, whole_name
-from lorafusion_jax.config.peft_write import BY_PATH, config_of, names_each
-from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
-from lorafusion_jax.families.multimodal import TEXT_ROOT
-from lorafusion_jax.layout.layer import BESIDE, EXPERTS, MIXERS, PARALLEL, PATHS
+from lorafusion_jax.peft.leaves import put_adapter as put_adapter
+from lorafusion_jax.peft.leaves import take_adapter as take_adapter
+from lorafusion_jax.peft.read_config import CONFIG_FILE, Described, describe, kind_of, read_config, without_absent
+from lorafusion_jax.peft.settings import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name, root_of, text_name, whole_name
+from lorafusion_jax.peft.write_config import BY_PATH, config_of, names_each
 from lorafusion_jax.plugins import origin
 from lorafusion_jax.readable import check_regular
 from lorafusion_jax.tensor_file import write_tensors
@@ -288,7 +288,7 @@ def peft_tensors(
 ) -> dict[str, np.ndarray]:
     """Converts to PEFT's names and shapes; for LoRA lora_A.weight [r, K] and lora_B.weight [N, r].
 
-    Those of experts, [E, r, K] and [E, N, r], have other names and shapes in files, see `peft_experts`.
+    Those of experts, [E, r, K] and [E, N, r], have other names and shapes in files, see `experts`.
     """
     table = adapter_kind(kind)
     leaves_of = {SHARED: table.shared, HEAD: () if head is None else head.leaves}
