@@ -203,6 +203,8 @@ def rest(service):
     assert session in client.list_sessions().result().sessions
     assert client.get_session(session).result().training_run_ids == [model.model_id]
     assert client.get_server_capabilities().result().supported_models[0].model_name == "tiny"
+    refused = raised(client.publish_checkpoint_from_tinker_path(f"tinker://{model.model_id}/weights/a"))
+    assert isinstance(refused, tinker.PermissionDeniedError), refused  # at once
 
 
 def checkpoints(service):

@@ -183,6 +183,8 @@ class BigramProcess:
         self.order.append((name, seq))
         answer: dict[str, Any] = {"job": name, "epoch": entry["epoch"], "seq": seq}
         try:
+            if refused := command["values"].get("refused"):
+                raise DatumError(refused)
             if command["kind"] in ("forward", "forward_backward"):
                 body = Path(command["path"]).read_bytes()
                 assert hashlib.sha256(body).hexdigest() == command["sha256"]
@@ -190,18 +192,12 @@ class BigramProcess:
                 Path(command["result"]).write_bytes(result)
                 answer |= {"result": {}, "sha256": hashlib.sha256(result).hexdigest(), "bytes": len(result)}
             elif command["kind"] == "optim_step":
-                if command["values"]["refused"]:
-                    raise DatumError(command["values"]["refused"])
                 answer["result"] = {"metrics": model.step(command["values"])}
             elif command["kind"] == "load_weights":
                 values = command["values"]
-                if values["refused"]:
-                    raise DatumError(values["refused"])
                 entry["model"] = Bigrams.read(Path(values["folder"]), optimizer=values["optimizer"])
                 answer["result"] = {"type": "load_weights", "path": values["path"]}
             else:
-                if command["values"]["refused"]:
-                    raise DatumError(command["values"]["refused"])
                 model.write(Path(command["values"]["folder"]))
                 answer["result"] = {"bytes": (Path(command["values"]["folder"]) / "state.npz").stat().st_size}
         except DatumError as problem:

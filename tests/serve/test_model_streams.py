@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -200,8 +201,11 @@ def test_what_cannot_be_read_fails_alone(session, tmp_path):
         damaged,
         rows(tmp_path, 2, [[1, 2, 3]]),
         call(tmp_path, 3, "load_weights", folder=str(tmp_path), optimizer=True, path="-"),
+        rows(tmp_path, 4, [[1] * 130]),
     )
-    answers = worker.answers(3)
+    answers = worker.answers(4)
+    assert [answer.get("category") for answer in answers] == ["server", None, "server", "user"]
+    assert "129 tokens, and a microbatch of the session holds 128" in answers[3]["error"]
     assert "damaged on the server's disk" in answers[0]["error"]
     assert "error" not in answers[1]
     assert "error" in answers[2]
@@ -217,15 +221,20 @@ def test_what_cannot_be_read_fails_alone(session, tmp_path):
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def asked(worker: Worker, name: str, folder: Path | None, prompt: list[int] = PROMPT, **more: Any) -> dict[str, Any]:
-    """Asks for samples. Returns what the worker tells of them."""
+def ask(worker: Worker, name: str, folder: Path | None, prompt: list[int] = PROMPT, **more: Any) -> None:
+    """Asks for samples, twice as after a lost connection."""
     result = worker.folder / f"{name}.sample"
     result.parent.mkdir(parents=True, exist_ok=True)
     values = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]}} | more
     place = None if folder is None else str(folder)
     command = {"command": "sample", "future": name, "folder": place, "values": values, "result": str(result)}
     worker.samples.take(command)
-    worker.samples.take(command)  # again after another connection
+    worker.samples.take(command)
+
+
+def asked(worker: Worker, name: str, folder: Path | None, prompt: list[int] = PROMPT, **more: Any) -> dict[str, Any]:
+    """Returns what the worker tells of samples."""
+    ask(worker, name, folder, prompt, **more)
     worker.run(lambda: any(told["future"] == name for told in worker.of("sampled")))
     (told,) = [told for told in worker.of("sampled") if told["future"] == name]
     return told
@@ -364,6 +373,30 @@ def test_mistakes_in_samples_fail_alone(sampling, change, text):
     told = asked(worker, f"wrong-{text}".replace("/", "-"), folder, **values)
     assert text in told["error"]
     assert told["category"] == "user"
+
+
+def test_damaged_weights_are_no_mistake_of_the_client(sampling):
+    worker, peft, state = sampling
+    for folder, file in ((peft, "adapter_model.safetensors"), (state, "state.safetensors")):
+        damaged = worker.folder / f"damaged-{folder.name}"
+        shutil.copytree(folder, damaged)
+        (damaged / file).write_bytes((folder / file).read_bytes()[:-8])
+        told = asked(worker, damaged.name, damaged)
+        assert ("cannot be read" in told["error"], told["category"]) == (True, "server")
+
+
+def test_cancelled_samples_end(sampling):
+    worker, peft, _ = sampling
+    endless = {"max_tokens": 100, "temperature": 0.0, "stop": []}
+    ask(worker, "long", peft, num_samples=2, sampling_params=endless)
+    worker.run(lambda: worker.samples._bank is not None and worker.samples._bank.engine.busy)
+    for name in ("long", "long", "unknown"):
+        worker.samples.cancel(name)
+    assert not worker.samples.busy
+    few = {"max_tokens": 6, "temperature": 0.0, "stop": []}
+    assert len(drawn(sampled(worker, "after", peft, sampling_params=few))[0][0]) == 6
+    assert not worker.samples._bank.engine.busy
+    assert not any(told["future"] == "long" for told in worker.of("sampled"))
 
 
 def test_gradients_that_were_saved_are_stepped(session, tmp_path):

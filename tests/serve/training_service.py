@@ -124,7 +124,8 @@ class Model:
             datum = request.data.add()
             datum.model_input.add().encoded_text.tokens = np.asarray(row[:-1], np.int32).tobytes()
             arrays = {"target_tokens": np.asarray(row[1:], np.int64)}
-            arrays |= {name: np.asarray(values[at], np.float32) for name, values in inputs.items()}
+            for name, values in inputs.items():
+                arrays[name] = np.asarray(values[at], np.int64 if name == "target_tokens" else np.float32)
             for name, array in arrays.items():
                 tensor = datum.loss_fn_inputs[name]
                 tensor.dense, tensor.dtype = array.tobytes(), 2 if array.dtype == np.int64 else 1

@@ -24,15 +24,23 @@ RECEIVING, RECEIVING_OF_OWNER = 1 << 30, 256 << 20  # bytes of bodies that arriv
 BODY_S = 60.0  # for one to arrive
 SLICE = 256  # packed bytes that are unpacked at once: four of them can stand for 128 KiB
 WINDOW = 8 << 20  # memory of unpacking
+START = 4096  # bytes that are remembered of a body's beginning: it says whose it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A body in a file."""
+    """A body in a file.
+
+    Attributes:
+        start: its first bytes, unpacked.
+        problem: why it cannot be used; then there is no file.
+    """
 
     path: Path
-    sha256: str
-    size: int
+    start: bytes
+    sha256: str = ""
+    size: int = 0
+    problem: ApiError | None = None
 
 
 class Receiver:
@@ -45,7 +53,7 @@ class Receiver:
         """Writes a body to a new file, on the disk when this returns.
 
         Raises:
-            ApiError: 408, 413, 415, 422, 429 or 507; there is no file then.
+            ApiError: 408, 415, 429 or 507; there is no file then.
         """
         writer = await run_in_threadpool(_Writer, part, request.headers.get("content-encoding", "identity"))
         arrived = 0
@@ -54,10 +62,12 @@ class Receiver:
                 async for data in request.stream():
                     self._take(owner, len(data))
                     arrived += len(data)
+                    await run_in_threadpool(writer.write, data)
                     if arrived > LARGEST_PACKED:
                         raise _too_large(f"as it is sent, it has at most {LARGEST_PACKED} bytes.")
-                    await run_in_threadpool(writer.write, data)
             return await run_in_threadpool(writer.finish)
+        except BodyError as problem:
+            return Body(path=part, start=bytes(writer.start), problem=problem)
         except TimeoutError:
             message = f"a body takes at most {BODY_S:g} s."
             raise ApiError(408, "api.slow", message, fix="send it faster, or in smaller requests") from None
@@ -74,11 +84,16 @@ class Receiver:
         self._arriving[owner] += count
 
 
+class BodyError(ApiError):
+    """A body that is too large, or cannot be read."""
+
+
 class _Writer:
     """A file that is written and unpacked, with its digest.
 
     Raises:
         ApiError: 415, the encoding is not known; 507, the disk is full.
+        BodyError: 413 or 422.
     """
 
     def __init__(self, part: Path, encoding: str):
@@ -86,7 +101,7 @@ class _Writer:
         with _answering_disk():
             make_folder(part.parent)
             self._part, self._file = part, part.open("wb")
-        self._digest, self._size, self._is_whole = hashlib.sha256(), 0, False
+        self._digest, self._size, self._is_whole, self.start = hashlib.sha256(), 0, False, bytearray()
 
     def write(self, data: bytes) -> None:
         if self._packed is None:
@@ -97,6 +112,8 @@ class _Writer:
 
     def _add(self, data: bytes) -> None:
         self._size += len(data)
+        if len(self.start) < START:
+            self.start += data[:START]
         if self._size > LARGEST:
             raise _too_large(f"unpacked, it has at most {LARGEST} bytes.")
         self._digest.update(data)
@@ -110,7 +127,7 @@ class _Writer:
             self._file.flush()
             os.fsync(self._file.fileno())
         self._is_whole = True
-        return Body(path=self._part, sha256=self._digest.hexdigest(), size=self._size)
+        return Body(path=self._part, start=bytes(self.start), sha256=self._digest.hexdigest(), size=self._size)
 
     def close(self) -> None:
         self._file.close()
@@ -141,12 +158,12 @@ def _unpack(packed: Any, data: bytes) -> bytes:
     return unpacked
 
 
-def _unreadable(message: str) -> ApiError:
-    return ApiError(422, "api.body", message, fix="send it as the SDK does")
+def _unreadable(message: str) -> BodyError:
+    return BodyError(422, "api.body", message, fix="send it as the SDK does")
 
 
-def _too_large(message: str) -> ApiError:
-    return ApiError(413, "api.too-large", message, fix="fewer or shorter datums in a request")
+def _too_large(message: str) -> BodyError:
+    return BodyError(413, "api.too-large", message, fix="fewer or shorter datums in a request")
 
 
 @contextmanager

@@ -172,6 +172,13 @@ def next_requests(connection: Connection, stream: str, after: int) -> list[Row]:
     return following
 
 
+def missing_request(connection: Connection, stream: str, after: int, seq: int) -> int | None:
+    """Returns the first request that has not arrived of those between two numbers."""
+    where = (t.api_requests.c.stream == stream, t.api_requests.c.seq > after, t.api_requests.c.seq < seq)
+    arrived = set(connection.execute(select(t.api_requests.c.seq).where(*where)).scalars())
+    return next((number for number in range(after + 1, seq) if number not in arrived), None)
+
+
 def waiting_samples(connection: Connection) -> list[tuple[str, int]]:
     """Sampler and number of the samples that are waited for, in the order in which they came."""
     columns = select(t.api_requests.c.stream, t.api_requests.c.seq).where(t.api_requests.c.kind == "sample")

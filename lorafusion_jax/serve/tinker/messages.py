@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from mmap import mmap
@@ -130,11 +131,8 @@ def read_head(body: bytes | mmap) -> Head:
     """
     head, budget = Head(), _Budget()
     for part in _parts(body, 0, len(body), budget):
-        if part.number == 1 and part.wire == _BYTES:
-            head.model_id = body[part.start : min(part.end, part.start + 1000)].decode("utf-8", "replace")
-        elif part.number == 2 and part.wire == _VARINT:
-            head.seq_id = part.value
-        elif part.number == 6 and part.wire == _VARINT:
+        _read_turn(body, part, head)
+        if part.number == 6 and part.wire == _VARINT:
             head.forward_only = bool(part.value)
         elif part.number == 3 and part.wire == _BYTES:
             head.datums += 1
@@ -142,6 +140,22 @@ def read_head(body: bytes | mmap) -> Head:
                 raise ValueError(f"a request has at most {MOST_DATUMS} datums.")
             head.tokens += _count_tokens(body, part, budget)
     return head
+
+
+def read_turn(start: bytes) -> Head | None:
+    """Reads whose turn a request is from the first bytes of it, if they say so."""
+    head = Head()
+    with suppress(ValueError):
+        for part in _parts(start, 0, len(start), _Budget()):
+            _read_turn(start, part, head)
+    return head if head.model_id and head.seq_id else None
+
+
+def _read_turn(body: bytes | mmap, part: _Part, head: Head) -> None:
+    if part.number == 1 and part.wire == _BYTES:
+        head.model_id = body[part.start : min(part.end, part.start + 1000)].decode("utf-8", "replace")
+    elif part.number == 2 and part.wire == _VARINT:
+        head.seq_id = part.value
 
 
 def _count_tokens(body: bytes | mmap, datum: _Part, budget: _Budget) -> int:

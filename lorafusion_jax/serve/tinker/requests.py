@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from lorafusion_jax.serve.api.problems import ApiError
 
@@ -30,6 +31,43 @@ class Message(BaseModel):
             if unknown:
                 raise ValueError(f"there is no field {', '.join(sorted(unknown))}")
         return values
+
+
+class Turn(BaseModel):
+    """Which request of which model."""
+
+    model_config = ConfigDict(protected_namespaces=())
+    model_id: Id
+    seq_id: Seq
+
+
+class InTurn(Message):
+    """A request in the log of a model. A mistake in its values fails it in its turn: later ones would wait for it.
+
+    Attributes:
+        mistake: `refused` and why, or nothing; all other values are defaults then.
+    """
+
+    _mistake: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def mistake(self) -> dict[str, str]:
+        return self._mistake
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_turn(cls, values: Any, handler: Callable[[Any], Self]) -> Self:
+        try:
+            return handler(values)
+        except ValidationError as problem:
+            try:
+                turn = Turn.model_validate(values)
+            except ValidationError:
+                raise problem from None
+            request = cls.model_construct(**turn.model_dump())
+            mistakes = (f"{'.'.join(map(str, each['loc']))} {each['msg']}".strip() for each in problem.errors())
+            request._mistake = {"refused": "; ".join(mistakes)[:1000]}
+            return request
 
 
 class Loose(BaseModel):
@@ -93,14 +131,14 @@ class AdamParams(Message):
     grad_clip_norm: Finite = 0.0
 
 
-class OptimStep(Message):
+class OptimStep(InTurn):
     model_id: Id
     seq_id: Seq
     adam_params: AdamParams | None = None
     optimizer_params: OptimizerConfig | None = None
 
 
-class LoadWeights(Message):
+class LoadWeights(InTurn):
     path: Annotated[str, Field(max_length=1000)]
     optimizer: bool
     model_id: Id | None = None
@@ -113,7 +151,7 @@ class LoadWeights(Message):
     weights_access_token: str | None = None
 
 
-class Save(Message):
+class Save(InTurn):
     model_id: Id
     seq_id: Seq
     path: Annotated[str, Field(max_length=1000)] | None = None
@@ -137,6 +175,10 @@ class SaveExternal(Save):
 class Retrieve(Message):
     request_id: Id
     allow_metadata_only: bool = False
+
+
+class Cancel(Message):
+    request_id: Id
 
 
 class Ttl(Message):

@@ -33,7 +33,9 @@ def save_weights(body: SaveWeights, service: ServiceOf, streams: StreamsOf, owne
     values = _values(body, "weights", overwrite=body.overwrite)
     if body.path is None:
         values["name"] = f"request-{body.seq_id}"
-    return accept_call(service, streams, owner, body.model_id, body.seq_id, "save_weights", values=values)
+    return accept_call(
+        service, streams, owner, body.model_id, body.seq_id, "save_weights", values=values | body.mistake
+    )
 
 
 @router.post("/save_weights_for_sampler")
@@ -45,7 +47,7 @@ def save_for_sampler(body: SaveForSampler, service: ServiceOf, streams: StreamsO
     elif body.path is None and body.sampling_session_seq_id is None:
         values["refused"] = "there is neither a path nor a sampling_session_seq_id"
     kind = "save_weights_for_sampler"
-    return accept_call(service, streams, owner, body.model_id, body.seq_id, kind, values=values)
+    return accept_call(service, streams, owner, body.model_id, body.seq_id, kind, values=values | body.mistake)
 
 
 @router.post("/save_weights_external")
@@ -57,7 +59,7 @@ def save_external(body: SaveExternal, service: ServiceOf, streams: StreamsOf, ow
     elif body.age_encryption_recipients:
         values["refused"] = "files are not encrypted here; encrypt them after the download"
     kind = "save_weights_external"
-    return accept_call(service, streams, owner, body.model_id, body.seq_id, kind, values=values)
+    return accept_call(service, streams, owner, body.model_id, body.seq_id, kind, values=values | body.mistake)
 
 
 def _values(body: Save, kind: str, *, overwrite: bool = False, sampler: int | None = None) -> Row:
@@ -84,6 +86,8 @@ def _values(body: Save, kind: str, *, overwrite: bool = False, sampler: int | No
 @router.post("/load_weights")
 def load_weights(body: LoadWeights, service: ServiceOf, streams: StreamsOf, owner: Writer) -> dict[str, Any]:
     """Makes a model from a checkpoint, or replaces the weights of one."""
+    if body.mistake and body.model_id is not None and body.seq_id is not None:
+        return accept_call(service, streams, owner, body.model_id, body.seq_id, "load_weights", values=body.mistake)
     with service.db.read() as connection:
         row = find_checkpoint(connection, body.path, owner.sees)
     refused = _refuse_load(body, row)

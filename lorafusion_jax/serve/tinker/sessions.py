@@ -47,7 +47,7 @@ def client_config(config: ClientConfig, owner: Reader) -> dict[str, Any]:
 def dynamic_config(config: ClientConfig, owner: Reader) -> dict[str, Any]:
     """What of it may change while a client runs."""
     del config, owner
-    return {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+    return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
 @router.get("/healthz")

@@ -118,6 +118,14 @@ class Streams:
                 sent.add(future)
             self._samples = worker.number, sent
 
+    def cancel(self, future: str) -> None:
+        """Ends samples whose future has ended."""
+        self.waiters.wake([future])
+        with self._sending:
+            for worker in [] if self._hub is None else list(self._hub.connections.values()):
+                if self._hub is not None:
+                    self._hub.send(worker.group, {"command": "cancel", "future": future})
+
     def push_new(self, rows: Sequence[Job]) -> None:
         """Sends the requests of models that have come to a worker, or whose worker has connected again."""
         workers = [] if self._hub is None else list(self._hub.connections.values())

@@ -19,10 +19,10 @@ from lorafusion_jax.serve.states import LIVE
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.keys import Owner, limits_of
 from lorafusion_jax.serve.tinker.access import PREFIX, Reader, ServiceOf, StreamsOf, Writer
-from lorafusion_jax.serve.tinker.bodies import Body
+from lorafusion_jax.serve.tinker.bodies import Body, BodyError
 from lorafusion_jax.serve.tinker.futures import USER, Row, add_future, complete, fail, find_future
 from lorafusion_jax.serve.tinker.log import accept, beat, find_model, find_session, future_of
-from lorafusion_jax.serve.tinker.messages import MEDIA_TYPE, Head, read_head
+from lorafusion_jax.serve.tinker.messages import MEDIA_TYPE, Head, read_head, read_turn
 from lorafusion_jax.serve.tinker.requests import CreateModel, ModelOnly, OptimStep
 from lorafusion_jax.serve.tinker.streams import Streams
 
@@ -168,10 +168,31 @@ async def forward_backward(request: Request, service: ServiceOf, streams: Stream
     part = service.settings.home / "requests" / f".{secrets.token_hex(8)}.part"
     body = await streams.receiver.receive(request, owner.name, part)
     try:
-        head = await run_in_threadpool(_read_head, body.path)
-        return await run_in_threadpool(_accept_rows, service, streams, owner, head, body)
+        return await run_in_threadpool(_accept_rows, service, streams, owner, body)
     finally:
         part.unlink(missing_ok=True)  # it was moved, or is not needed
+
+
+def _accept_rows(service: Service, streams: Streams, owner: Owner, body: Body) -> dict[str, Any]:
+    """Adds a body to the log of its model; one that is of no use fails in its turn, if it says which that is.
+
+    Raises:
+        ApiError: 413 or 422, it does not; and those of `accept`.
+    """
+    problem = body.problem
+    if problem is None:
+        try:
+            head = _read_head(body.path)
+        except BodyError as unreadable:
+            problem = unreadable
+        else:
+            kind = "forward" if head.forward_only else "forward_backward"
+            return accept_call(service, streams, owner, head.model_id, head.seq_id, kind, body=body, tokens=head.tokens)
+    turn = read_turn(body.start)
+    if turn is None:
+        raise problem
+    values = {"refused": f"{problem.error['what'].removesuffix('.')}: {problem.error['fix']}"}
+    return accept_call(service, streams, owner, turn.model_id, turn.seq_id, "forward_backward", values=values)
 
 
 def _read_head(path: Path) -> Head:
@@ -179,12 +200,7 @@ def _read_head(path: Path) -> Head:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as body:
             return read_head(body)
     except ValueError as problem:  # an empty file cannot be mapped either
-        raise ApiError(422, "api.body", str(problem), fix="send it as the SDK does") from None
-
-
-def _accept_rows(service: Service, streams: Streams, owner: Owner, head: Head, body: Body) -> dict[str, Any]:
-    kind = "forward" if head.forward_only else "forward_backward"
-    return accept_call(service, streams, owner, head.model_id, head.seq_id, kind, body=body, tokens=head.tokens)
+        raise BodyError(422, "api.body", str(problem), fix="send it as the SDK does") from None
 
 
 @router.post("/optim_step")
@@ -196,7 +212,7 @@ def optim_step(body: OptimStep, service: ServiceOf, streams: StreamsOf, owner: W
         values["refused"] = f"the model trains with adamw, not with {name[:100]!r}"
     else:
         values |= body.adam_params.model_dump(exclude={"type"})
-    return accept_call(service, streams, owner, body.model_id, body.seq_id, "optim_step", values=values)
+    return accept_call(service, streams, owner, body.model_id, body.seq_id, "optim_step", values=values | body.mistake)
 
 
 def accept_call(

@@ -1,4 +1,4 @@
-"""Routes that are not served: each says why, with 501."""
+"""Routes that are not served: each says why, with 403. Clients send what is answered by 501 again for minutes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ UNSERVED = {  # method and path → why
     ("POST", "/create_custom_loss"): "custom losses run in the client: forward_backward_custom",
     ("POST", "/join_sampling_session"): "clients choose their own numbers",
     ("POST", "/retrieve_futures"): "each result is asked for by itself: /api/v1/retrieve_future",
-    ("POST", "/cancel_future"): "a sample that began is finished",
 }
 
 
 def _refuse(path: str, why: str) -> Any:
     def refuse(owner: Reader) -> None:
         del owner
-        raise ApiError(501, "api.not-served", f"{path} is not served: {why}.", fix="do without it", why=why)
+        raise ApiError(403, "api.not-served", f"{path} is not served: {why}.", fix="do without it", why=why)
 
     return refuse
 

@@ -220,6 +220,8 @@ class WorkerLoop:
             pass
         elif kind == "sample":
             self.samples.take(command)
+        elif kind == "cancel":
+            self.samples.cancel(command["future"])
         elif kind == "start" and "stream" in command["values"]:
             self.models.start(command)
         elif job in self.models:

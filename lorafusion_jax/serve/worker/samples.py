@@ -16,7 +16,7 @@ import numpy as np
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
-from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_jax.errors import LoraFusionError, RunError, ServerCallError
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.generation.engine import ROWS, Answer, Engine, Request, blocks_that_fit
 from lorafusion_jax.generation.load import read_leaves
@@ -79,6 +79,13 @@ class Samples:
         """Takes a request. One that comes again after a lost connection is there already."""
         if command["future"] not in self._asked:
             self._asked[command["future"]] = Asked(command=command, reading=self._read_later(command))
+
+    def cancel(self, future: str) -> None:
+        """Ends a request that nobody waits for."""
+        asked = self._asked.pop(future, None)
+        if asked is not None and asked.answers is not None and self._bank is not None:
+            for answer in asked.answers:
+                self._bank.engine.cancel(answer)
 
     def advance(self) -> None:
         """Gives the engine what was read, runs some passes, and has answers written."""
@@ -152,7 +159,8 @@ class Samples:
             asked.reading = self._read_later(asked.command)
 
     def _fail(self, asked: Asked, problem: Exception, category: str = "") -> None:
-        category = category or ("user" if isinstance(problem, DatumError | LoraFusionError) else "server")
+        is_refused = isinstance(problem, DatumError | LoraFusionError)
+        category = category or getattr(problem, "category", "user" if is_refused else "server")
         text = str(problem) or type(problem).__name__
         del self._asked[asked.command["future"]]
         self._link.emit("sampled", future=asked.command["future"], error=text, category=category)
@@ -173,7 +181,11 @@ class Samples:
             return request, None
         if not Path(folder).is_dir():
             raise DatumError("the weights of this sampler were removed; make another one from weights that are there")
-        leaves = bank.read(Path(folder))
+        try:
+            leaves = bank.read(Path(folder))
+        except Exception as problem:  # whatever is wrong with a file, its client did not write it
+            message = "the weights of this sampler cannot be read."
+            raise ServerCallError("call.damaged", message, why=str(problem), fix="save them again") from problem
         self._held.add(folder)
         return request, leaves
 

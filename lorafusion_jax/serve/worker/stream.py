@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.errors import CallError, LoraFusionError
+from lorafusion_jax.errors import CallError, LoraFusionError, ServerCallError
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.serve.state_folders import state_folder
 from lorafusion_jax.serve.tinker.datums import DatumError, Sparse, read_batch, write_outputs
@@ -218,7 +218,7 @@ class Models:
         answer = partial(self._answer, model, command)
         try:
             call = call_of(command, self._session.tasks[model.job])
-        except LoraFusionError as problem:
+        except Exception as problem:  # whatever it is, later requests run
             call = None
             answer(_failed(problem))
         if call is not None:
@@ -317,9 +317,13 @@ def call_of(command: Message, task: Task) -> Call:
         return SaveState(optimizer=kind == "save_weights")
     if kind == "load_weights":
         return LoadState(state=AdapterState.read(Path(values["folder"]), task.adapter), optimizer=values["optimizer"])
-    body = Path(command["path"]).read_bytes()
+    try:
+        body = Path(command["path"]).read_bytes()
+    except OSError:
+        body = b""
     if hashlib.sha256(body).hexdigest() != command["sha256"]:
-        raise CallError("call.damaged", "the request was damaged on the server's disk.", fix="send the data again")
+        message = "the request was damaged on the server's disk."
+        raise ServerCallError("call.damaged", message, fix="send the data again")
     try:
         batch = read_batch(body)
     except DatumError as problem:
@@ -341,7 +345,7 @@ def _adds(call: Call) -> bool:
     return isinstance(call, ForwardBackward) and not call.forward_only
 
 
-def _failed(problem: LoraFusionError) -> Future[Any]:
+def _failed(problem: Exception) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(problem)
     return future
