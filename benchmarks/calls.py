@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conditions import conditions
+from benchmarks.harness import write_within_budget
 from benchmarks.random_job import SHAPE, SMALL
-from benchmarks.row_file import write_within_budget
 from benchmarks.starting import write_base
 from benchmarks.workloads import sample_lengths
 from lorafusion_jax.config.join import select_adapters

@@ -258,6 +258,17 @@ def test_imports_are_absolute():
     assert places(lambda node: isinstance(node, ast.ImportFrom) and bool(node.level)) == []
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "tests"])
+def test_programs_beside_the_product_import_modules_that_exist(folder):
+    """A moved module breaks a benchmark or an example at its first use only."""
+    ours = {*PACKAGES, "benchmarks"}
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ours:
+                path = ROOT.joinpath(*node.module.split("."))
+                assert path.is_dir() or path.with_suffix(".py").is_file(), f"{file}: no module {node.module}"
+
+
 def test_no_global_statement():
     assert places(lambda node: isinstance(node, ast.Global)) == []
 
