@@ -313,6 +313,36 @@ def test_pages_follow_cursors(running, job):
     assert {row["state"] for row in ana.jobs(state="cancelled")} == {"cancelled"}
 
 
+def test_data_sets_and_adapters_come_in_pages(running, tmp_path):
+    """Of the owner, newest first; two of one moment are not lost between pages."""
+    rows = [
+        {"id": f"adapter-{n}", "job": f"job-{n}", "owner": owner, "step": 1, "path": "-", "sha256": "-"}
+        for n, owner in enumerate(["ana", "ben"] * 5)
+    ]
+    spec = {"name": "paged", "base": "tiny", "data": {}}
+    with running.db.write() as connection:
+        for number, row in enumerate(rows):
+            job = running.service.jobs.submit(connection, row["owner"], spec)["id"]
+            connection.execute(t.artifacts.insert().values(row | {"job": job, "created": 5e9 + number // 4}))
+    files = [tmp_path / f"rows-{number}.jsonl" for number in range(3)]
+    for number, file in enumerate(files):
+        file.write_text(f'{{"text": "number {number}"}}\n')
+    ana = running.client("ana")
+    uploaded = [ana.upload(file)["id"] for file in files]
+    for path, ids in (("adapters", [row["id"] for row in rows if row["owner"] == "ana"]), ("datasets", uploaded)):
+        listed, after = [], ""
+        while after is not None:
+            page = ana.request("GET", f"/v1/{path}?limit=2{after and f'&after={after}'}")
+            listed, after = [*listed, *(row["id"] for row in page["items"])], page["next"]
+            assert len(page["items"]) <= 2
+        assert listed[: len(ids)] == ids[::-1]
+        assert len(set(listed)) == len(listed)
+        assert ana.request("GET", f"/v1/{path}?limit=1000")["next"] is None
+        assert refused(lambda path=path: ana.request("GET", f"/v1/{path}?after=e30=")).status == 422
+    with running.db.write() as connection:
+        connection.execute(t.artifacts.delete())
+
+
 def test_a_stream_resumes_after_the_last_event(running, job, monkeypatch):
     ana = running.client("ana")
     made = ana.submit(job)

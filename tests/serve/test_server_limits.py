@@ -254,13 +254,20 @@ def test_bodies_of_brackets_are_refused_before_they_are_parsed(running):
         assert time.process_time() - began < 0.5
 
 
-def test_strangers_bodies_are_not_read(running):
+def test_strangers_bodies_are_not_read(running, monkeypatch):
     """Connections that announce a body and hold it back get 401 at once; nothing of them stays in memory."""
     with ExitStack() as stack:
         for _ in range(40):
             client = stack.enter_context(socket.create_connection(address(running), 20))
             client.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{")
             assert client.recv(100).startswith(b"HTTP/1.1 401")
+    monkeypatch.setattr(connections, "MOST_RESTS", 0)  # so many refused bodies are under way that no more is read
+    with socket.create_connection(address(running), 20) as client:
+        client.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{")
+        answer = b""
+        while part := client.recv(4096):
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 401")
     connection = socket.create_connection(address(running), 20)
     connection.sendall(b"POST /v1/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{")
     assert connection.recv(100).startswith(b"HTTP/1.1 413")
@@ -309,6 +316,37 @@ def test_health_and_keys_wait_for_no_thread(start_service, tmp_path, tiny_base):
         running.db._writing.release()
         for thread in threads:
             thread.join()
+
+
+def test_an_owner_who_reads_much_leaves_threads_to_others(running, monkeypatch):
+    """Each of ana's reads waits until it is let go. Ben and a login are answered."""
+    go, busy, page = threading.Event(), [], Jobs.page
+
+    def slow(jobs, connection, *, owner, **more):
+        if owner == "ana":
+            busy.append(owner)
+            go.wait(60)
+        return page(jobs, connection, owner=owner, **more)
+
+    monkeypatch.setattr(Jobs, "page", slow)
+    asked = [
+        threading.Thread(target=raw, args=(running.url, "GET", "/v1/jobs"), kwargs={"x_api_key": running.keys["ana"]})
+        for _ in range(60)
+    ]
+    try:
+        for thread in asked:
+            thread.start()
+        while len(busy) < access.THREADS:
+            time.sleep(0.01)
+        assert running.client("ben").request("GET", "/v1/jobs?limit=1")["items"] == []
+        assert raw(running.url, "POST", "/v1/login", b'{"key": "no"}', content_type="application/json")[0] == 401
+        assert len(busy) == access.THREADS
+    finally:
+        go.set()
+        for thread in asked:
+            thread.join()
+    assert len(busy) == len(asked)
+    assert not running.service.turns._of_owners
 
 
 def test_writers_in_a_line_are_busy_together(tmp_path, monkeypatch):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.state_folders import states_before
 from lorafusion_jax.serve.states import ENDED, LIVE, NEW, ON_WORKER, STATES, TRANSITIONS, StateError, next_state
+from lorafusion_jax.serve.store import jobs as jobs_module
 from lorafusion_jax.serve.store.database import Database
-from lorafusion_jax.serve.store.jobs import MOST_TRIES, PROGRESS, SUSPECT_TRIES, Jobs, is_suspect
+from lorafusion_jax.serve.store.jobs import MOST_TRIES, PROGRESS, SUSPECT_TRIES, Jobs, MayRun, is_suspect
 from lorafusion_jax.serve.store.keys import add_key, find_owner, revoke_key
 
 EVENTS = sorted({event for _, event in TRANSITIONS})
@@ -148,6 +151,43 @@ def test_jobs_wait_in_the_order_of_their_arrival_whatever_the_clock_says(store, 
         jobs.set(connection, arrived[2], priority=5)
         queued = [job["id"] for job in jobs.in_states(connection, "queued")]
     assert queued == [arrived[2], arrived[0], arrived[1], arrived[3]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_round_reads_of_the_jobs_that_wait_only_those_that_have_changed(store, monkeypatch, seed):
+    """Whatever has happened, it sees what the file says."""
+    db, jobs = store
+    draw, read, numbered = random.Random(seed), list[str](), jobs_module._numbered
+    monkeypatch.setattr(
+        jobs_module, "_numbered", lambda *asked: [read.append(row["id"]) or row for row in numbered(*asked)]
+    )
+    names, may_run = [submitted(db, jobs, "accept") for _ in range(30)], MayRun(db)
+    may_run.read()
+    for _ in range(60):
+        changed = set(draw.sample(names, draw.randrange(3)))
+        with db.write() as connection:
+            for name in changed:
+                events = [event for state, event in TRANSITIONS if state == jobs.get(connection, name)["state"]]
+                if "place" in events and draw.random() < 0.3:
+                    jobs.place(connection, name, group="g0", place=0)
+                elif "place" in events and draw.random() < 0.3:
+                    jobs.set(connection, name, priority=draw.randrange(-2, 3), weight=2.0)
+                    db.add_event(connection, "changed", "ana", name, {})
+                elif events:
+                    jobs.change(connection, name, draw.choice(events), actor="test")
+                jobs.set(connection, name, step=draw.randrange(9))  # not told to anybody
+        if draw.random() < 0.2:
+            names.append(submitted(db, jobs, "accept"))
+            changed.add(names[-1])
+        read.clear()
+        seen = may_run.read()
+        with db.read() as connection:
+            told = jobs.in_states(connection, "queued", *ON_WORKER)
+            on_worker = {job["id"] for job in told if job["state"] in ON_WORKER}
+        moving = ("id", "state", "priority", "weight", "place", "epoch")
+        assert [[row[key] for key in moving] for row in seen] == [[row[key] for key in moving] for row in told]
+        assert set(read) <= changed | on_worker
+    assert len(names) > 30
 
 
 def test_a_state_that_was_not_told_of_yet_is_not_removed(tmp_path):

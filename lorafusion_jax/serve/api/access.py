@@ -8,14 +8,18 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from inspect import iscoroutinefunction
 from typing import Annotated, Any
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 from fastapi import Depends, Header, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from sqlalchemy import select
+from starlette.concurrency import run_in_threadpool
 
 from lorafusion_jax.serve.api.news import News
 from lorafusion_jax.serve.api.problems import ApiError
@@ -36,12 +40,14 @@ from lorafusion_jax.serve.store.keys import (
 )
 
 COOKIE = "lorafusion_session"
+WITHOUT_KEY = ("/v1/login", "/v1/logout")
 RATE, BURST = 100.0, 200.0  # requests a second of one key, and at once
 CALLS, MORE_CALLS = "/api/v1/", 10  # of the training API, whose clients send a request for each call and its result
 DAY = 86400.0
 MOST_REPEATABLE = 10_000  # requests of an owner whose answers are kept
 MOST_UPLOADS = 8  # of an owner at once
 MOST_STREAMS, MOST_OF_ALL = 50, 1000  # streams of a key, and of all together
+THREADS, ALL_THREADS = 4, 16  # that work for an owner, and for all, of the server's 40
 
 
 class Service:
@@ -51,7 +57,7 @@ class Service:
         self.settings, self.db, self.controller, self.jobs = settings, db, controller, Jobs(db)
         self.access, self.limits, self.calls = Access(db), Limits(), Limits(MORE_CALLS)
         self.streams: dict[str, int] = {}
-        self.uploads = Places("uploads", MOST_UPLOADS)
+        self.uploads, self.turns = Places("uploads", MOST_UPLOADS), Turns()
         self.forms = asyncio.Lock()
         self.news = News(db)
         self.datasets = threading.Lock()  # their rows and folders change together
@@ -99,6 +105,42 @@ class Places:
             self._counts[owner] -= 1
             if not self._counts[owner]:
                 del self._counts[owner]
+
+
+class Turns:
+    """Who may have a thread. An owner who asks for much waits for himself, and who waits holds no thread."""
+
+    def __init__(self) -> None:
+        self._of_all = asyncio.Semaphore(ALL_THREADS)
+        self._of_owners: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # while somebody waits
+
+    @asynccontextmanager
+    async def of(self, owner: str) -> AsyncIterator[None]:
+        of_owner = self._of_owners.setdefault(owner, asyncio.Semaphore(THREADS))
+        async with of_owner, self._of_all:
+            yield
+
+    async def run[T](self, owner: str, work: Callable[..., T], *arguments: Any) -> T:
+        """Returns what a function returns, in a thread."""
+        async with self.of(owner):
+            return await run_in_threadpool(work, *arguments)
+
+
+class InTurn(APIRoute):
+    """A route whose function, if it runs in a thread, has to wait for its owner's turn."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if iscoroutinefunction(self.endpoint):
+            return handle
+
+        async def wait(request: Request) -> Response:
+            service: Service = request.app.state.service
+            owner = "" if self.path in WITHOUT_KEY else identify(request, service).name
+            async with service.turns.of(owner):
+                return await handle(request)
+
+        return wait
 
 
 def too_many(owner: str, most: int, kind: str) -> ApiError:
@@ -212,14 +254,14 @@ def check_origin(request: Request, *, by_cookie: bool) -> None:
         raise ApiError(403, "api.csrf", message, fix="send a key instead of the cookie: Authorization: Bearer tml-lf_…")
 
 
-def needs(scope: str) -> Callable[..., Owner]:
+def needs(scope: str) -> Callable[..., Coroutine[Any, Any, Owner]]:
     """Returns the dependency that finds an owner with a scope.
 
     Raises:
         ApiError: 403, `api.scope`.
     """
 
-    def allowed(owner: Annotated[Owner, Depends(owner_of)]) -> Owner:
+    async def allowed(owner: Annotated[Owner, Depends(owner_of)]) -> Owner:
         if scope not in owner.scopes and "admin" not in owner.scopes:
             fix = f"a key with it: lorafusion keys add {owner.name} --scope {scope}"
             raise ApiError(403, "api.scope", f"the key lacks the scope {scope}.", fix=fix)

@@ -20,6 +20,7 @@ from lorafusion_jax.serve.api.access import (
     Anybody,
     ClusterRead,
     IdempotencyKey,
+    InTurn,
     JobsRead,
     Service,
     ServiceOf,
@@ -28,6 +29,7 @@ from lorafusion_jax.serve.api.access import (
     once,
 )
 from lorafusion_jax.serve.api.jobs import Tar, send_adapter
+from lorafusion_jax.serve.api.pages import After, Limit, read_page
 from lorafusion_jax.serve.api.problems import BESIDE_FILES, ApiError, not_found
 from lorafusion_jax.serve.states import ON_WORKER
 from lorafusion_jax.serve.store import tables as t
@@ -47,7 +49,7 @@ from lorafusion_jax.serve.store.keys import (
     set_limits,
 )
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1", route_class=InTurn)
 open_router = APIRouter()
 Name = Annotated[str, Field(max_length=64)]
 
@@ -101,12 +103,11 @@ def bases(service: ServiceOf, owner: JobsRead) -> dict[str, Any]:
 
 
 @router.get("/adapters", tags=["adapters"])
-def adapters(service: ServiceOf, owner: AdaptersRead) -> dict[str, Any]:
-    """Finished adapters."""
-    where = [] if owner.sees is None else [t.artifacts.c.owner == owner.sees]
+def adapters(service: ServiceOf, owner: AdaptersRead, after: After = None, limit: Limit = 100) -> dict[str, Any]:
+    """Finished adapters, newest first; `next` of the answer is `after` of the next request."""
     with service.db.read() as connection:
-        rows = connection.execute(select(t.artifacts).where(*where).order_by(t.artifacts.c.created)).mappings()
-        return {"items": [{k: v for k, v in row.items() if k != "path"} for row in rows]}
+        page = read_page(connection, t.artifacts, owner, after, limit)
+    return page | {"items": [{k: v for k, v in row.items() if k != "path"} for row in page["items"]]}
 
 
 @router.get("/adapters/{adapter}", tags=["adapters"], response_class=Tar, responses=BESIDE_FILES)

@@ -15,14 +15,13 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafusion_jax.serve.api import admin, datasets, jobs, mlora, problems, streams
-from lorafusion_jax.serve.api.access import Service, identify
+from lorafusion_jax.serve.api.access import WITHOUT_KEY, Service, identify
 from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.refusals import completed
 from lorafusion_jax.serve.store.database import StoreError
 
 LARGEST_BODY, LARGEST_LOGIN = 1 << 20, 4 << 10  # but for data sets
 BODIES, BODIES_OF_OWNER = 48 << 20, 16 << 20  # bytes of bodies in memory
-WITHOUT_KEY = ("/v1/login", "/v1/logout")
 MOST_VALUES = 10_000  # of a body, counted by its commas and brackets: a job has fewer than 1 000
 BODY_S = 30  # for it to arrive
 DEEPEST, BRACKETS = 32, re.compile(rb"[\[\]{}]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -14,6 +14,7 @@ HEAD_S = 15  # for the head of a request
 MOST, FILES, RESERVED = 4096, 8192, 256  # connections, files that may be open, and files that are none of them
 LARGEST_HEAD = 64 << 10
 REST, REST_S = 4 << 20, 5  # bytes and seconds of a refused body that are still read, so that the client sees the answer
+MOST_RESTS = 32  # connections of which that is read at once: each takes a millisecond of the event loop for 256 KiB
 
 
 def server_config(app: Any, *, host: str = "127.0.0.1", port: int = 0, **more: Any) -> uvicorn.Config:
@@ -53,6 +54,8 @@ class PatientProtocol(H11Protocol):
     uvicorn itself waits forever for a first request and the rest of a head, and reads a refused body to its end.
     """
 
+    _with_rest: ClassVar[set[PatientProtocol]] = set()
+
     _late: asyncio.TimerHandle | None = None  # closes the connection
     _rest = 0  # bytes of the body after the answer
     _since, _is_closing = 0.0, False  # when its last request ended, or it was made
@@ -89,11 +92,16 @@ class PatientProtocol(H11Protocol):
         super().on_response_complete()
         self._since = self.loop.time()
         if self._answered_early():
+            if len(self._with_rest) >= MOST_RESTS:
+                self.transport.close()
+                return
+            self._with_rest.add(self)
             self._rest = 0
             self._close_after(REST_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._with_rest.discard(self)
         super().connection_lost(exc)
 
     def _answered_early(self) -> bool:
@@ -104,6 +112,8 @@ class PatientProtocol(H11Protocol):
             self._close_after(HEAD_S)
         elif not self._answered_early():
             self._stop()
+        if not self._answered_early():
+            self._with_rest.discard(self)
 
     def _close_after(self, seconds: float) -> None:
         if self._late is None:

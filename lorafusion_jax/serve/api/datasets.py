@@ -20,13 +20,23 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from lorafusion_jax.files import sync
-from lorafusion_jax.serve.api.access import DataRead, DataWrite, IdempotencyKey, Service, ServiceOf, ask_child, once
+from lorafusion_jax.serve.api.access import (
+    DataRead,
+    DataWrite,
+    IdempotencyKey,
+    InTurn,
+    Service,
+    ServiceOf,
+    ask_child,
+    once,
+)
+from lorafusion_jax.serve.api.pages import After, Limit, read_page
 from lorafusion_jax.serve.api.problems import ApiError, not_found, problems_answer
 from lorafusion_jax.serve.control.spec import job_values
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.keys import Owner, limits_of
 
-router = APIRouter(prefix="/v1", tags=["data"])
+router = APIRouter(prefix="/v1", tags=["data"], route_class=InTurn)
 FORMATS = ("jsonl", "json", "csv", "parquet")
 Dataset = Annotated[str, Field(max_length=80)]
 SILENT_S, SLOWEST = 60, 1024  # seconds without a byte, and bytes a second after the first minute
@@ -48,7 +58,7 @@ async def upload(
     ending = name.rpartition(".")[2]
     if ending not in FORMATS:
         raise ApiError(422, "data.unknown-kind", f"{name} has no known ending.", fix=f"one of {', '.join(FORMATS)}")
-    most = min(service.settings.most_upload, await run_in_threadpool(_room, service, owner))
+    most = min(service.settings.most_upload, await service.turns.run(owner.name, _room, service, owner))
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:
         raise _too_large(most)
@@ -70,12 +80,10 @@ async def upload(
 
 
 @router.get("/datasets")
-def list_datasets(service: ServiceOf, owner: DataRead) -> dict[str, Any]:
-    """Data sets of the owner."""
-    where = [] if owner.sees is None else [t.datasets.c.owner == owner.sees]
+def list_datasets(service: ServiceOf, owner: DataRead, after: After = None, limit: Limit = 100) -> dict[str, Any]:
+    """Data sets of the owner, newest first; `next` of the answer is `after` of the next request."""
     with service.db.read() as connection:
-        rows = connection.execute(select(t.datasets).where(*where).order_by(t.datasets.c.created)).mappings()
-        return {"items": [dict(row) for row in rows]}
+        return read_page(connection, t.datasets, owner, after, limit)
 
 
 @router.get("/datasets/{dataset}")
@@ -93,7 +101,7 @@ async def preview(
     base: Annotated[str | None, Query(max_length=100)] = None,
 ) -> Response:
     """A row as the model sees it: ⟦ ⟧ around what is learned."""
-    stored, bases = await run_in_threadpool(_find, service, dataset, owner), service.settings.bases
+    stored, bases = await service.turns.run(owner.name, _find, service, dataset, owner), service.settings.bases
     if base is not None and base not in bases:
         raise not_found("such base")
     if row >= stored["rows"]:
@@ -208,7 +216,7 @@ async def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str,
     """
     (file,) = draft.iterdir()
     dataset = "sha256-" + hashlib.sha256(f"{owner.name}\n{sha}\n{file.suffix}".encode()).hexdigest()
-    if (known := await run_in_threadpool(_known, service, dataset)) is not None:
+    if (known := await service.turns.run(owner.name, _known, service, dataset)) is not None:
         return JSONResponse(known, 201)
     counts = await ask_child(service, owner, "count", {"file": str(file), "most_bytes": service.settings.most_upload})
     if counts["problems"]:
@@ -224,7 +232,7 @@ async def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str,
         "bytes": size,
         "created": time.time(),
     }
-    return await run_in_threadpool(_store, service, draft, row)
+    return await service.turns.run(owner.name, _store, service, draft, row)
 
 
 def _store(service: Service, draft: Path, row: dict[str, Any]) -> Response:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import io
-import json
 import math
 import re
 import tarfile
@@ -17,7 +15,6 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
-from starlette.concurrency import run_in_threadpool
 
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.config.references import BASE, START
@@ -26,6 +23,7 @@ from lorafusion_jax.digests import digest_of, read_digests
 from lorafusion_jax.serve.api.access import (
     AdaptersRead,
     IdempotencyKey,
+    InTurn,
     JobsRead,
     JobsWrite,
     Service,
@@ -33,6 +31,7 @@ from lorafusion_jax.serve.api.access import (
     ask_child,
     once,
 )
+from lorafusion_jax.serve.api.pages import After, Limit, cursor_of, page_of
 from lorafusion_jax.serve.api.problems import BESIDE_FILES, ApiError, not_found, problems_answer
 from lorafusion_jax.serve.control.spec import LONGEST_JOB, Deadline, JobSpec, examine
 from lorafusion_jax.serve.refusals import describe
@@ -42,7 +41,7 @@ from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.jobs import SHOWN, Job
 from lorafusion_jax.serve.store.keys import Limits, Owner, limits_of
 
-router = APIRouter(prefix="/v1", tags=["jobs"])
+router = APIRouter(prefix="/v1", tags=["jobs"], route_class=InTurn)
 Name = Annotated[str, Field(max_length=64)]
 
 
@@ -66,13 +65,13 @@ async def submit(
     spec: JobSpec, service: ServiceOf, owner: JobsWrite, idempotency_key: IdempotencyKey = None, dry_run: bool = False
 ) -> Response:
     """Submits a job: 201 with the job, or 422 with every problem. Data and memory are checked next."""
-    values = spec.model_dump(mode="json")
-    if problems := await run_in_threadpool(find_problems, service, owner, spec):
+    values, turns = spec.model_dump(mode="json"), service.turns
+    if problems := await turns.run(owner.name, find_problems, service, owner, spec):
         return problems_answer(problems)
     if dry_run:
         job, controller = {"id": "dry-run", "spec": values, "base": spec.base}, service.controller
-        answer = await ask_child(service, owner, "check", await run_in_threadpool(controller.question, job))
-        verdict = await run_in_threadpool(controller.verdict, job, answer)
+        answer = await ask_child(service, owner, "check", await turns.run(owner.name, controller.question, job))
+        verdict = await turns.run(owner.name, controller.verdict, job, answer)
         return problems_answer(verdict["problems"]) if verdict["problems"] else JSONResponse(verdict)
 
     def act(connection: Any) -> tuple[int, Any]:
@@ -82,7 +81,7 @@ async def submit(
             raise ApiError(429, "job.limit", f"{owner.name} has {live} live jobs already.", fix="cancel some, or wait")
         return 201, show(service.jobs.submit(connection, owner.name, values))
 
-    return await run_in_threadpool(once, service, owner, idempotency_key, "POST /v1/jobs", values, act)
+    return await turns.run(owner.name, once, service, owner, idempotency_key, "POST /v1/jobs", values, act)
 
 
 @router.get("/jobs", response_model=dict[str, Any])
@@ -90,16 +89,16 @@ def list_jobs(
     service: ServiceOf,
     owner: JobsRead,
     state: Annotated[list[Literal[STATES]] | None, Query()] = None,  # type: ignore[valid-type]
-    after: Annotated[str | None, Query(max_length=200)] = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: After = None,
+    limit: Limit = 100,
 ) -> Response:
     """Jobs, newest first; `next` of the answer is `after` of the next request."""
     with service.db.read() as connection:
         rows = service.jobs.page(
-            connection, owner=owner.sees, states=state or (), after=_cursor(after), limit=limit + 1
+            connection, owner=owner.sees, states=state or (), after=cursor_of(after), limit=limit + 1
         )
-    more = _next(rows[limit - 1]) if len(rows) > limit else None
-    return JSONResponse({"items": [show(row) for row in rows[:limit]], "next": more})  # its values are JSON already
+    page = page_of(rows, limit)
+    return JSONResponse(page | {"items": [show(row) for row in page["items"]]})  # its values are JSON already
 
 
 @router.get("/jobs/{job}")
@@ -259,9 +258,9 @@ def _missing(folder: Path, sha: str) -> str:
 
 def show(job: Job) -> dict[str, Any]:
     """A job as the API shows it."""
-    shown = {key: job[key] for key in SHOWN}
+    shown = {key: job[key] if key == "spec" else _finite(job[key]) for key in SHOWN}  # its numbers are finite
     waited = None if job["queued"] is None else round((job["started"] or time.time()) - job["created"], 3)
-    return _finite(shown | {"waited_s": waited})
+    return shown | {"waited_s": waited}
 
 
 def find_problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[str, str]]:
@@ -315,20 +314,6 @@ def _find(service: Service, connection: Any, job: str, owner: Owner) -> Job:
     if row is None:
         raise not_found("such job")
     return row
-
-
-def _cursor(after: str | None) -> tuple[float, str] | None:
-    if after is None:
-        return None
-    try:
-        created, job = json.loads(base64.urlsafe_b64decode(after))
-        return float(created), str(job)
-    except (ValueError, TypeError):
-        raise ApiError(422, "api.cursor", "after is not a cursor.", fix="the `next` of the page before") from None
-
-
-def _next(row: Job) -> str:
-    return base64.urlsafe_b64encode(json.dumps([row["created"], row["id"]]).encode()).decode()
 
 
 def _finite(value: Any) -> Any:

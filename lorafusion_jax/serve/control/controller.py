@@ -37,7 +37,7 @@ from lorafusion_jax.serve.state_folders import states_beyond
 from lorafusion_jax.serve.states import ON_WORKER, StateError
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import Database, StoreError
-from lorafusion_jax.serve.store.jobs import Job, Jobs, is_suspect
+from lorafusion_jax.serve.store.jobs import Job, Jobs, MayRun, is_suspect
 from lorafusion_jax.serve.store.keys import Limits, user_limits
 from lorafusion_jax.serve.wire import Message
 
@@ -80,7 +80,7 @@ class Controller:
         launcher: Launcher | None = None,
     ):
         self._with_worker = with_worker
-        self._settings, self._db, self._jobs = settings, db, Jobs(db)
+        self._settings, self._db, self._jobs, self._rows = settings, db, Jobs(db), MayRun(db)
         self._events, self._streams = WorkerEvents(settings, db, self._jobs, streams), streams
         self.refused_decisions, self._problem = 0, ""
         self._round_at, self._written_at, self._trouble = time.monotonic(), -WRITE_S, ""
@@ -190,8 +190,7 @@ class Controller:
             return {"steps_per_s": self._pace.rate(job), "predicted_end": self._pace.end(job)}
         if job["state"] != "queued":
             return {}
-        rows = [row for row in self._jobs.in_states(connection, "queued", *ON_WORKER) if _may_run(row)]
-        limits = user_limits(connection)
+        rows, limits = list(filter(_may_run, self._rows.read())), user_limits(connection)
         order = self._scheduler.order(rows, limits)
         position = next((at for at, row in enumerate(order) if row["id"] == job["id"]), len(order))
         why = self.problem or ("" if self.ready else self.not_ready)
@@ -228,8 +227,8 @@ class Controller:
 
     def _arrange(self) -> None:
         """Makes sessions and placements what the scheduler wants."""
+        rows = list(filter(_may_run, self._rows.read()))
         with self._db.read() as connection:
-            rows = [job for job in self._jobs.in_states(connection, "queued", *ON_WORKER) if _may_run(job)]
             limits = user_limits(connection)
         ready = {name: session.trains for name, session in self._sessions.items()}
         self._scheduler.count_hosts(self._launcher.hosts)
@@ -319,7 +318,7 @@ class Controller:
         """Goes on with the sessions of an earlier server."""
         with self._db.read() as connection:
             groups = [dict(row) for row in connection.execute(select(t.groups)).mappings()]
-            rows = [job for job in self._jobs.in_states(connection, "queued", *ON_WORKER) if _may_run(job)]
+        rows = list(filter(_may_run, self._rows.read()))
         self._scheduler.adopt(groups, rows)
         for name, plan in self._scheduler.decide(rows, {}).sessions.items():
             self._sessions[name] = self._new_session(name, plan)
@@ -334,14 +333,15 @@ class Controller:
 
     def _check_new(self) -> None:
         with self._db.read() as connection:
-            rows = self._jobs.in_states(connection, "checking")
+            rows = self._jobs.unchecked(connection, [*self._settings.bases])
         asked = Counter(self._checking.values())
-        for job in rows:
-            owner = job["owner"]
-            if job["id"] in self._checking or job["base"] not in self._settings.bases or asked[owner] >= MOST_CHECKS:
+        for name, owner in rows:
+            if name in self._checking or asked[owner] >= MOST_CHECKS:
                 continue
             asked[owner] += 1
-            self._checking[job["id"]] = owner
+            self._checking[name] = owner
+            with self._db.read() as connection:
+                job = self._jobs.get(connection, name)
             answer = self.child.submit(f"{owner}, jobs", "check", self.question(job), most=MOST_CHECKS)
             answer.add_done_callback(lambda answer, job=job: self._on_check(job, answer))
 

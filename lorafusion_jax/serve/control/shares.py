@@ -145,11 +145,11 @@ class Shares:
         now: float,
     ) -> Row | None:
         """The job that leaves its place for one that found none."""
-        names, first = {row["id"] for row in chosen}, dict[tuple[int, str, str, int], Row]()
+        names, first = {row["id"] for row in chosen}, dict[tuple[int, str, str, int, bool], Row]()
         for row in rows:
             if row["state"] == "queued" and row["id"] not in names:
-                kind = str((row["spec"].get("lora"), "stream" in row["spec"]))
-                first.setdefault((row["priority"], row["owner"], kind, row["rank"]), row)
+                needs = kind_of(row["spec"]), row["rank"], "stream" in row["spec"]
+                first.setdefault((row["priority"], row["owner"], *needs), row)
         for row in self._in_turn([*first.values()], users):
             needs = kind_of(row["spec"]), row["rank"]
             fits = (other for other in staying if self.layout.find(*needs, taken - {other["place"]}) is not None)

@@ -52,11 +52,14 @@ function progress(job) {
 
 const link = (job) => el("a", {href: `#/jobs/${job.id}`}, job.name);
 
-async function jobs() {
-  const {items} = await api("/v1/jobs?limit=200");
+async function jobs(after) {
+  const {items, next} = await api(`/v1/jobs?limit=200${after ? `&after=${after}` : ""}`);
   const rows = items.map((job) => [link(job), state(job.state), progress(job), number(job.loss), job.owner, job.weight, moment(job.created)]);
   const head = [["job"], ["state"], ["steps", "n"], ["loss", "n"], ["owner", "wide"], ["weight", "n wide"], ["submitted", "wide"]];
-  return [el("h2", {}, "Jobs"), table(head, rows, "No jobs yet. Submit one: lorafusion jobs submit jobs.yaml")];
+  return [
+    el("h2", {}, after ? "Older jobs" : "Jobs"), table(head, rows, "No jobs yet. Submit one: lorafusion jobs submit jobs.yaml"),
+    next ? el("p", {}, el("a", {href: `#/older/${next}`}, "Older jobs")) : null,
+  ];
 }
 
 function action(job, name, title) {
@@ -104,10 +107,22 @@ function loadPreview(dataset) {
   return "…";
 }
 
+// Only rows from the last step that is there on are read again, unless the job was placed anew: then steps may have run again.
+let curve = {};
+
+async function metricsOf({id, epoch}) {
+  const before = curve.id === id && curve.epoch === epoch ? curve.rows : [];
+  const last = before.at(-1)?.step ?? 0;
+  const {items} = await api(`/v1/jobs/${id}/metrics?from_step=${last}`);
+  curve = {id, epoch, rows: [...before.filter((row) => row.step < last), ...items]};
+  return curve.rows;
+}
+
 async function job(id) {
-  const [found, rows, log] = await Promise.all([api(`/v1/jobs/${id}`), api(`/v1/jobs/${id}/metrics`), api(`/v1/jobs/${id}/log`)]);
-  const steps = rows.items.filter((row) => row.kind === "step").map((row) => [row.step, row.loss]);
-  const evals = rows.items.filter((row) => row.kind === "eval").map((row) => [row.step, row.eval_loss]);
+  const found = await api(`/v1/jobs/${id}`);
+  const [rows, log] = await Promise.all([metricsOf(found), api(`/v1/jobs/${id}/log`)]);
+  const steps = rows.filter((row) => row.kind === "step").map((row) => [row.step, row.loss]);
+  const evals = rows.filter((row) => row.kind === "eval").map((row) => [row.step, row.eval_loss]);
   const facts = {
     state: state(found.state), step: `${found.step} of ${found.steps ?? "?"}`, loss: number(found.loss), owner: found.owner,
     base: found.base, rank: found.spec.lora.rank, "learning rate": found.spec.optim.lr, weight: found.weight,
@@ -200,7 +215,7 @@ function keepFocus(replace) {
   logs().forEach((log, number) => { log.scrollTop = tops[number] ?? 0; });
 }
 
-const VIEWS = {jobs, cluster, decisions, keys};
+const VIEWS = {jobs, older: jobs, cluster, decisions, keys};
 
 async function render() {
   const [, name = "jobs", id] = location.hash.split("/");
@@ -209,7 +224,7 @@ async function render() {
     if (a.getAttribute("href") === `#/${name}`) a.setAttribute("aria-current", "page"); else a.removeAttribute("aria-current");
   }
   try {
-    const content = await view();
+    const content = await view(id);
     if (main.contains(document.activeElement) && document.activeElement.matches("input")) return;
     keepFocus(() => main.replaceChildren(...content.filter(Boolean)));
   } catch (problem) {

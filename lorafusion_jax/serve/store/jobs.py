@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, or_, select, text, tuple_
+from sqlalchemy import Connection, Text, and_, func, or_, select, text, tuple_, type_coerce
 
-from lorafusion_jax.serve.states import ENDED, LIVE, NEW, next_state
+from lorafusion_jax.serve.states import ENDED, LIVE, NEW, ON_WORKER, next_state
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import Database
 
@@ -18,6 +19,7 @@ MOST_TRIES = 4  # lost workers of a job without progress
 SUSPECT_TRIES = 2  # after which it trains alone until it has made progress
 PROGRESS = 20  # steps after which earlier losses are forgotten
 SHOWN = tuple(c.name for c in t.jobs.c if c.name not in ("state_path", "tries_step", "lengths", "eval_tokens"))
+AT_ONCE = 500  # jobs that a statement names
 
 
 class Jobs:
@@ -125,21 +127,27 @@ class Jobs:
         after: tuple[float, str] | None = None,
         limit: int = 100,
     ) -> list[Job]:
-        """Jobs, newest first, after a cursor (created, id)."""
+        """Jobs as they are shown, newest first, after a cursor (created, id)."""
         where = [t.jobs.c.state != "deleted"]
         where += [] if owner is None else [t.jobs.c.owner == owner]
         where += [t.jobs.c.state.in_(states)] if states else []
         where += [] if after is None else [tuple_(t.jobs.c.created, t.jobs.c.id) < after]
         order = (t.jobs.c.created.desc(), t.jobs.c.id.desc())
-        return [
-            dict(r) for r in connection.execute(select(t.jobs).where(*where).order_by(*order).limit(limit)).mappings()
-        ]
+        query = select(*(t.jobs.c[name] for name in SHOWN)).where(*where).order_by(*order).limit(limit)
+        return [dict(row) for row in connection.execute(query).mappings()]
 
     def in_states(self, connection: Connection, *states: str) -> list[Job]:
         """Jobs in these states: by priority, then in order of arrival, which no step of the clock changes."""
         order = (t.jobs.c.priority.desc(), text("jobs.rowid"))
         query = select(t.jobs).where(t.jobs.c.state.in_(states)).order_by(*order)
         return [dict(row) for row in connection.execute(query).mappings()]
+
+    def unchecked(self, connection: Connection, bases: Sequence[str]) -> list[tuple[str, str]]:
+        """Jobs of these bases that are to be checked, and their owners: by priority, then in order of arrival."""
+        order = (t.jobs.c.priority.desc(), text("jobs.rowid"))
+        where = t.jobs.c.state == "checking", t.jobs.c.base.in_(bases)
+        query = select(t.jobs.c.id, t.jobs.c.owner).where(*where).order_by(*order)
+        return [(row[0], row[1]) for row in connection.execute(query)]
 
     def transitions(self, connection: Connection, job: str) -> list[dict[str, Any]]:
         query = select(t.transitions).where(t.transitions.c.job == job).order_by(t.transitions.c.number)
@@ -153,7 +161,8 @@ class Jobs:
 
     def using(self, connection: Connection, thing: str) -> list[str]:
         """Live jobs that use a data set, or an adapter to start from or to compare with."""
-        rows = connection.execute(select(t.jobs.c.id, t.jobs.c.spec).where(t.jobs.c.state.in_(LIVE))).all()
+        names_it = type_coerce(t.jobs.c.spec, Text).contains(thing, autoescape=True)
+        rows = connection.execute(select(t.jobs.c.id, t.jobs.c.spec).where(t.jobs.c.state.in_(LIVE), names_it)).all()
         return [job for job, spec in rows if thing in _used(spec)]
 
     def place(self, connection: Connection, job: str, *, group: str, place: int) -> Job:
@@ -185,6 +194,45 @@ class Jobs:
         row = {"job": job, "before": before, "after": after, "event": event, "at": time.time(), "actor": actor}
         connection.execute(t.transitions.insert().values(row | {"why": why}))
         self._db.add_event(connection, "state", owner, job, {"before": before, "after": after, "why": why})
+
+
+class MayRun:
+    """The jobs that train or wait to. Of those that wait a read takes from the file only what has changed.
+
+    An event names each job whose state, weight, priority or deadline has changed, in the transaction that changed it.
+    """
+
+    def __init__(self, db: Database):
+        self._db, self._lock = db, threading.Lock()
+        self._seen = -1  # number of the newest event that was looked at
+        self._queued: dict[str, Job] = {}
+
+    def read(self) -> list[Job]:
+        """Returns the jobs, by priority and then in order of arrival. Their rows are not to be changed."""
+        with self._lock, self._db.read() as connection:
+            newest = connection.scalar(select(func.max(t.events.c.seq))) or 0
+            if self._seen < 0:
+                self._queued = {job["id"]: job for job in _numbered(connection, t.jobs.c.state == "queued")}
+            elif newest > self._seen:
+                changed = t.events.c.kind.in_(("state", "changed"))
+                query = select(t.events.c.job).where(t.events.c.seq > self._seen, changed).distinct()
+                self._read_again(connection, connection.execute(query).scalars().all())
+            self._seen = newest
+            rows = [*self._queued.values(), *_numbered(connection, t.jobs.c.state.in_(ON_WORKER))]
+        return sorted(rows, key=lambda job: (-job["priority"], job["number"]))
+
+    def _read_again(self, connection: Connection, changed: Sequence[str]) -> None:
+        for job in changed:
+            self._queued.pop(job, None)
+        for first in range(0, len(changed), AT_ONCE):
+            named = t.jobs.c.id.in_(changed[first : first + AT_ONCE])
+            self._queued |= {job["id"]: job for job in _numbered(connection, t.jobs.c.state == "queued", named)}
+
+
+def _numbered(connection: Connection, *where: Any) -> list[Job]:
+    """Jobs with the number of their arrival, which no step of the clock changes."""
+    query = select(t.jobs, text("jobs.rowid AS number")).where(*where)
+    return [dict(row) for row in connection.execute(query).mappings()]
 
 
 def _used(spec: dict[str, Any]) -> tuple[str | None, ...]:
