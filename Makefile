@@ -86,6 +86,10 @@ lock: .venv/.ready
 .venv-peers/.ready: tests/peers/requirements.txt
 	@$(PYTHON) -m venv .venv-peers
 	@.venv-peers/bin/pip install --quiet --disable-pip-version-check -r $<
+	@for version in 0.30.4 0.34.0 0.36.0; do \
+		.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+			--target .venv-peers/tinker-$$version tinker==$$version || exit 1; \
+	done
 	@touch $@
 
 clean:

@@ -1,6 +1,7 @@
 """The unmodified `tinker` SDK against the training API, whose models are tables of bigrams here.
 
-`make test-peers` makes its environment and names its Python in LORAFUSION_PEERS. Versions: requirements.txt.
+`make test-peers` makes its environment and names its Python in LORAFUSION_PEERS. Versions: requirements.txt; older ones
+of the SDK are in folders beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from google.protobuf import descriptor_pb2
 from lorafusion_jax.serve.tinker.messages import file_descriptor
 
 HERE = Path(__file__).parent
+OLDER = ("0.30.4", "0.34.0", "0.36.0")
 PEERS = os.environ.get("LORAFUSION_PEERS", "")
 pytestmark = [
     pytest.mark.nightly,
@@ -26,8 +28,8 @@ pytestmark = [
 ]
 
 
-def run(*arguments: str, timeout: float = 600) -> bytes:
-    done = subprocess.run([PEERS, *arguments], capture_output=True, timeout=timeout)
+def run(*arguments: str, timeout: float = 600, **environment: str) -> bytes:
+    done = subprocess.run([PEERS, *arguments], capture_output=True, timeout=timeout, env=os.environ | environment)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()[-6000:]
     return done.stdout
 
@@ -84,15 +86,29 @@ def _replay(messages: list[Any], receive: Any) -> Any:
     return replay
 
 
-@pytest.mark.parametrize("wrap", [lambda app: app, BadProxy], ids=["direct", "proxy"])
-def test_all_calls_of_the_sdk(tmp_path, tiny_base, wrap):
+def same(app: Any) -> Any:
+    return app
+
+
+CASES = [pytest.param("", same, id="direct"), pytest.param("", BadProxy, id="proxy")]
+CASES += [pytest.param(version, same, id=version) for version in OLDER]
+
+
+@pytest.mark.parametrize(("version", "wrap"), CASES)
+def test_all_calls_of_the_sdk(tmp_path, tiny_base, version, wrap):
     sys.path.insert(0, str(HERE.parent / "serve"))
     from training_service import TrainingService
 
+    older = Path(PEERS).parents[1] / f"tinker-{version}"
+    if version and not older.is_dir():
+        pytest.skip(f"{older} is not there; make test-peers")
     service = TrainingService(tmp_path / "home", tiny_base, places={4: 6}, wrap=wrap)
     try:
-        shown = run(str(HERE / "tinker_calls.py"), service.url, service.keys["ana"]).decode()
+        script = str(HERE / "tinker_calls.py")
+        more = {"PYTHONPATH": str(older)} if version else {}
+        shown = run(script, service.url, service.keys["ana"], **more).decode()
     finally:
         service.close()
     assert "failed" not in shown
     assert shown.count("passed") >= 10
+    assert f"tinker {version}" in shown

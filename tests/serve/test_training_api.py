@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import io
+import tarfile
 import threading
 import time
 import urllib.error
@@ -635,6 +637,12 @@ def test_external_weights_are_downloaded_by_signed_urls(model, service):
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(wrong)
     checkpoint = route.removesuffix("/external_weights_urls")
+    archive = service.ask("GET", checkpoint + "/archive")[1]["url"]
+    with urllib.request.urlopen(archive) as answer, tarfile.open(fileobj=io.BytesIO(answer.read())) as tar:
+        assert tar.getnames() == ["state.npz", "checkpoint_complete"]
+        with urllib.request.urlopen(urls["state.npz"]) as stored:
+            assert tar.extractfile("state.npz").read() == stored.read()
+    assert service.ask("GET", checkpoint.replace("external_weights", "weights") + "/archive")[0] == 422
     assert service.ask("DELETE", checkpoint + "-2")[0] == 404
     assert [service.ask("DELETE", checkpoint)[0] for _ in range(2)] == [204, 204]
     assert service.ask("DELETE", checkpoint, owner="ben")[0] == 404

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import FileResponse
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
 from sqlalchemy import Connection, func, select
 
 from lorafusion_jax.serve.api.problems import ApiError, not_found
@@ -24,6 +26,7 @@ from lorafusion_jax.serve.tinker.requests import Id, Ttl, check_ttl
 router = APIRouter(prefix=PREFIX, tags=["training API"])
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 URLS_S = 3600  # that a signed URL is valid
+ARCHIVE = "archive.tar"  # a name in URLs of folders
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**53)]
 
@@ -131,20 +134,37 @@ def external_weights_urls(
         raise ApiError(422, "api.value", message, fix="save_weights_external, and its path")
     with service.db.read() as connection:
         row = get_checkpoint(connection, checkpoint_path(run, kind, name), owner.sees)
-    folder, until = service.settings.path(row["folder"]), int(time.time()) + URLS_S
+    folder = service.settings.path(row["folder"])
     files = sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-    base = f"{str(request.base_url).rstrip('/')}{PREFIX}/files/{row['folder']}"
-    urls = {}
-    for file in files:
-        signature = _sign(streams.secret, f"{row['folder']}/{file}", until)
-        urls[file] = f"{base}/{quote(file)}?until={until}&signature={signature}"
+    until = int(time.time()) + URLS_S
+    urls = {file: _signed_url(request, streams.secret, f"{row['folder']}/{file}", until) for file in files}
     return {"urls": urls, "expires": moment(until)}
+
+
+@router.get(CHECKPOINT + "/archive")
+def archive_url(
+    run: Id, kind: Id, name: Id, request: Request, service: ServiceOf, streams: StreamsOf, owner: Downloader
+) -> dict[str, Any]:
+    """A signed URL of a PEFT folder as a tar file, for clients older than 0.36."""
+    if kind == "weights":
+        message = "states to train on are no archives."
+        raise ApiError(422, "api.value", message, fix="save_weights_for_sampler, and its path")
+    with service.db.read() as connection:
+        row = get_checkpoint(connection, checkpoint_path(run, kind, name), owner.sees)
+    until = int(time.time()) + URLS_S
+    url = _signed_url(request, streams.secret, f"{row['folder']}/{ARCHIVE}", until)
+    return {"url": url, "expires": moment(until)}
+
+
+def _signed_url(request: Request, secret: bytes, path: str, until: int) -> str:
+    base = str(request.base_url).rstrip("/")
+    return f"{base}{PREFIX}/files/{quote(path)}?until={until}&signature={_sign(secret, path, until)}"
 
 
 @router.get("/files/checkpoints/{session}/{model}/{seq}/{file}", include_in_schema=False)
 def download(
     session: Id, model: Id, seq: Id, file: Id, until: int, signature: str, service: ServiceOf, streams: StreamsOf
-) -> FileResponse:
+) -> Response:
     """A file by a signed URL."""
     path = f"checkpoints/{session}/{model}/{seq}/{file}"
     wanted = _sign(streams.secret, path, until)
@@ -152,9 +172,25 @@ def download(
         message = "this URL is not valid any more."
         raise ApiError(403, "api.signature", message, fix="ask for new ones: external_weights_urls")
     stored = service.settings.path(path)
+    if file == ARCHIVE and stored.parent.is_dir():
+        return StreamingResponse(_tar(stored.parent), media_type="application/x-tar")
     if not stored.is_file():
         raise not_found("such file")
     return FileResponse(stored, media_type="application/octet-stream")
+
+
+def _tar(folder: Path) -> Iterator[bytes]:
+    """Yields a tar file of a folder. An empty file at its end says that it is complete."""
+    for path in sorted(folder.iterdir()):
+        member = tarfile.TarInfo(path.name)
+        member.size = path.stat().st_size
+        yield member.tobuf()
+        with path.open("rb") as file:
+            while data := file.read(1 << 20):
+                yield data
+        yield bytes(-member.size % tarfile.BLOCKSIZE)
+    yield tarfile.TarInfo("checkpoint_complete").tobuf()
+    yield bytes(2 * tarfile.BLOCKSIZE)
 
 
 def _sign(secret: bytes, path: str, until: int) -> str:
