@@ -140,7 +140,7 @@ class Engine:
     def snapshot(self, adapter: int) -> Sampler:
         """Copies the weights that an adapter has now. Later steps do not change the copy."""
         spec = dict(self._stages[0].occupied)[adapter]  # another than at the start, where adapters come and go
-        sampler = Sampler(number=next(self._numbers), adapter=adapter, name=spec.name, scale=spec.scale)
+        sampler = Sampler(number=next(self._numbers), adapter=adapter, name=spec.name, spec=spec)
         slot = self._slots.take(sampler)
         if slot is not None:
             sampler.finite = self._passes.put(adapter, slot)

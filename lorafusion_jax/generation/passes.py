@@ -16,7 +16,7 @@ from jax import Array
 from lorafusion_jax.adapters.tokens import Table
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.generation.choose import Choices, Chosen, Listed, seen_tokens
-from lorafusion_jax.generation.packing import BASE, PromptPass, Scored
+from lorafusion_jax.generation.packing import PromptPass, Scored
 from lorafusion_jax.generation.programs import GenerationPrograms, Position
 from lorafusion_jax.generation.slots import Sampler
 from lorafusion_jax.models.cache import CachedRows
@@ -91,13 +91,13 @@ class StagePasses:
 
     def hold(self, samplers: Sequence[Sampler | None]) -> None:
         """Says which samplers are in the slots."""
-        adapters = [BASE if sampler is None else sampler.adapter for sampler in samplers]
-        scales = [1.0 if sampler is None else sampler.scale for sampler in samplers]
-        self._slots = replicate(self._programs.slots(adapters, scales), self.stage.mesh)
+        specs = [None if sampler is None else sampler.spec for sampler in samplers]
+        self._slots = replicate(self._programs.slots(specs), self.stage.mesh)
 
     def put(self, adapter: int, slot: int) -> list[Array]:
         """Copies an adapter's weights of this moment to a slot. Returns whether they are finite, in parts."""
-        self._bank, finite = self._programs.put(self._bank, self.stage.all_leaves, adapter, slot)
+        spec = dict(self.stage.occupied)[adapter]
+        self._bank, finite = self._programs.put(self._bank, self.stage.all_leaves, adapter, spec, slot)
         self._share_bank()
         return finite
 

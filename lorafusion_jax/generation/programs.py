@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.adapters.tokens import TABLES, Table
 from lorafusion_jax.families.per_layer_input import TABLE
@@ -132,18 +133,23 @@ class GenerationPrograms:
         groups = [names for names, _ in self._names_by_piece(leaves)]
         return jax.jit(lambda: [zeros(names) for names in groups], out_shardings=self._mesh.everywhere)()
 
-    def put(self, bank: Sequence[Leaves], leaves: Leaves, adapter: int, slot: int) -> tuple[list[Leaves], list[Array]]:
+    def put(
+        self, bank: Sequence[Leaves], leaves: Leaves, adapter: int, spec: AdapterSpec, slot: int
+    ) -> tuple[list[Leaves], list[Array]]:
         """Copies the leaves of an adapter to a slot, in the form that layers take.
 
         A and B of LoRA get the dtype of the model, to which the ops would round them in every pass. What is not finite
         becomes 0.
 
+        Args:
+            adapter: its place.
+            spec: what is in the place now.
+
         Returns:
             The bank, and whether all was finite, in parts.
         """
-        index = np.array([adapter], np.int32)
-        windows = np.asarray(lv.windows(self._layout.columns, jnp.asarray(index)))
-        ratios = self._parts.inputs.ratios_in(index)
+        windows = lv.own_windows(self._layout.columns, adapter, spec)[..., None]
+        ratios = self._parts.inputs.ratios_of(spec)
         filled, finite = [], []
         for held, (names, number) in zip(bank, self._names_by_piece(leaves), strict=True):
             if not names:
@@ -212,25 +218,20 @@ class GenerationPrograms:
             taken[name.removeprefix(LAYERS)] = view.swapaxes(0, _slot_axis(name, view.ndim))
         return taken
 
-    def slots(self, adapters: Sequence[int], scales: Sequence[float]) -> Slots:
-        """Returns what the adapters in some slots are, -1 for none.
-
-        Args:
-            scales: of the adapters; one in a place may have another than the place's first.
-        """
-        places = np.array(adapters, np.int32)
+    def slots(self, specs: Sequence[AdapterSpec | None]) -> Slots:
+        """Returns what the adapters in some slots are."""
         return Slots(
-            np.array(scales, np.float32),
-            self._parts.inputs.kinds_in(places),
-            {table: self._token_ids(adapters, table) for table in TABLES},
+            np.array([1.0 if spec is None else spec.scale for spec in specs], np.float32),
+            self._parts.inputs.kinds_in(specs),
+            {table: self._token_ids(specs, table) for table in TABLES},
         )
 
-    def _token_ids(self, adapters: Sequence[int], table: Table) -> np.ndarray:
+    def _token_ids(self, specs: Sequence[AdapterSpec | None], table: Table) -> np.ndarray:
         """The trained tokens of adapters, int32 [S, m], -1 for none."""
         columns = self._layout.columns.get(f"{TOKENS}{table}")
-        ids = np.full((len(adapters), 0 if columns is None else columns.widest), -1, np.int32)
-        for slot, index in enumerate(adapters):
-            tokens = self._layout.token_ids(self._parts.specs[index], table) if index >= 0 and ids.size else ()
+        ids = np.full((len(specs), 0 if columns is None else columns.widest), -1, np.int32)
+        for slot, spec in enumerate(specs):
+            tokens = () if spec is None or not ids.size else self._layout.token_ids(spec, table)
             ids[slot, : len(tokens)] = tokens
         return ids
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.generation.packing import BASE
 
 
@@ -17,7 +18,7 @@ class Sampler:
         number: of all samplers of an engine.
         adapter: index among those of the stages, or `BASE`.
         name: in messages.
-        scale: of its low-rank product.
+        spec: of the adapter, None of the base.
         finite: whether its weights are numbers.
         slot: of the bank (None: none now).
         on_host: its weights, while they are on the host.
@@ -30,7 +31,7 @@ class Sampler:
     number: int
     adapter: int
     name: str
-    scale: float = 1.0
+    spec: AdapterSpec | None = None
     finite: bool = True
     slot: int | None = None
     on_host: Any = None

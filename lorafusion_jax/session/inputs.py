@@ -5,7 +5,7 @@ L layers · A adapters · P places for the adapters of a microbatch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class InputMaker:
     _ratios: Mapping[str, Any] = field(init=False, repr=False)  # by leaf, float32 [L, A]
 
     def __post_init__(self):
-        object.__setattr__(self, "_kinds", self._number_kinds())
+        object.__setattr__(self, "_kinds", self.kinds_in(self.layout.specs))
         object.__setattr__(self, "_ratios", self._scale_ratios())
 
     def of_batch(self, batch: Any, *, dropout: bool) -> Inputs:  # a Microbatch of tracers
@@ -99,31 +99,28 @@ class InputMaker:
         layers: Any = None
         return Inputs(layers, windows(self.layout.columns, index[None]), {}, self._by_leaf(ratio[..., None]))
 
-    def kinds_in(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns `Inputs.kinds` of adapters in places, of which -1 are unused and have no kind."""
-        present = np.maximum(places, 0)
-        return {
-            target: np.where(places >= 0, np.asarray(numbers)[..., present], NO_KIND)
-            for target, numbers in self._kinds.items()
-        }
-
-    def ratios_in(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns `Inputs.ratios` of adapters in places."""
-        return {name: ratio_LA[:, np.maximum(places, 0)] for name, ratio_LA in self._ratios.items()}
-
-    def _number_kinds(self) -> dict[str, Any]:
+    def kinds_in(self, specs: Sequence[AdapterSpec | None]) -> dict[str, np.ndarray]:
+        """Returns `Inputs.kinds` of adapters, which may be others than those of the layout: None has no kind."""
         numbers = {}
         for target in self.layout.model.targets:
-            kinds = [spec.kind if target in spec.targets else None for spec in self.layout.specs]
-            names = tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
-            numbers[target] = self._by_layer(target, kind_numbers(names, kinds))
+            names = tuple(dict.fromkeys(spec.kind for spec in self.layout.specs if target in spec.targets))
+            kinds = [None if spec is None or target not in spec.targets else spec.kind for spec in specs]
+            numbers[target] = self._by_layer(target, kind_numbers(names, kinds), specs)
         return {target: number for target, number in numbers.items() if number is not None}
 
-    def _by_layer(self, target: str, numbers_A: np.ndarray | None) -> np.ndarray | None:
+    def ratios_of(self, spec: AdapterSpec) -> dict[str, np.ndarray]:
+        """Returns `Inputs.ratios` of an adapter, which may be another than those of the layout, [L]."""
+        if spec.patterns is None:
+            return {}
+        return self._by_leaf(layer_ratios(self.layout.model, spec))
+
+    def _by_layer(
+        self, target: str, numbers_A: np.ndarray | None, specs: Sequence[AdapterSpec | None]
+    ) -> np.ndarray | None:
         """Returns the numbers of the kinds in each layer, [L, A], if not all layers have all adapters."""
-        if numbers_A is None or all(spec.patterns is None for spec in self.layout.specs):
+        if numbers_A is None or all(spec is None or spec.patterns is None for spec in (*specs, *self.layout.specs)):
             return numbers_A
-        has_LA = np.array([[spec.has(path) for spec in self.layout.specs] for path in self._paths(target)])
+        has_LA = [[spec is not None and spec.has(path) for spec in specs] for path in self._paths(target)]
         return np.where(has_LA, numbers_A, NO_KIND).astype(np.int32)
 
     def _scale_ratios(self) -> dict[str, np.ndarray]:

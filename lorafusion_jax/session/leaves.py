@@ -171,6 +171,13 @@ def own_columns(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -
     return tuple(sorted((name, at.width_of(index, spec)) for name, at in columns.items() if has(name, at)))
 
 
+def own_windows(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -> np.ndarray:
+    """Returns the first column and the width of an adapter in each leaf, int32 [leaves, 2]; 0, 0 where it has none."""
+    widths = dict(own_columns(columns, index, spec))
+    windows = [(at.first[index], widths[name]) if name in widths else (0, 0) for name, at in columns.items()]
+    return np.array(windows, np.int32).reshape(-1, 2)
+
+
 def place_of(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -> Place:
     first = [columns[name].first[index] for name, _ in own_columns(columns, index, spec)]
     return Place(np.int32(index), np.array(first, np.int32))

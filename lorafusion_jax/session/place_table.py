@@ -13,7 +13,7 @@ from lorafusion_jax.data.sample_table import stack_trees
 from lorafusion_jax.modules.context import dropout_key
 from lorafusion_jax.session.inputs import layer_ratios
 from lorafusion_jax.session.leaf_layout import LeafLayout
-from lorafusion_jax.session.leaves import own_columns
+from lorafusion_jax.session.leaves import own_windows
 
 
 class PlaceTable:
@@ -30,11 +30,7 @@ class PlaceTable:
 
     def assign(self, place: int, spec: AdapterSpec, objective: int) -> None:
         """Describes the adapter of a place; `objective` is the number of its objective in the session."""
-        adapter_columns = dict(own_columns(self._columns, place, spec))
-        for row, (name, at) in enumerate(self._columns.items()):
-            self._windows[row, :, place] = (
-                (at.first[place], adapter_columns[name]) if name in adapter_columns else (0, 0)
-            )
+        self._windows[..., place] = own_windows(self._columns, place, spec)
         self._rank[place], self._scale[place] = spec.columns, spec.scale
         self._rate[place], self._key[place] = spec.dropout, dropout_key(spec.seed)
         self._ratio[..., place], self._objective[place] = layer_ratios(self._model, spec), objective

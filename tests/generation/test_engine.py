@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_generator import MODEL, SPECS, requests, stages
 
+from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.generation import engine as engine_module
@@ -339,16 +340,33 @@ def test_settings_of_a_request_change_its_own_tokens_only(stage, programs):
     assert (stopped.end, stopped.drawn_logprobs[-1]) == ("stop", stopped.end_logprob)
 
 
-def test_an_adapter_in_a_place_has_a_scale_of_its_own(stage, programs, monkeypatch):
-    """Not that of the place: an adapter whose scale is almost 0 answers as the base."""
+def test_an_adapter_in_a_place_has_scales_and_projections_of_its_own(stage, programs, monkeypatch):
+    """Not those of the place: its rank, its scale in each projection and layer, and where it is at all."""
     engine, samplers = opened(stage, programs)
-    other = replace(stage._specs[0], name="later", alpha=1e-20)
-    monkeypatch.setattr(stage, "_specs", [other, *stage._specs[1:]])
+    wide, dora, narrow = stage._specs
     asked = replace(requests(8)[1], sampling=Sampling(max_tokens=4))
-    chosen = (engine.base, samplers[1], engine.snapshot(0))
-    base, first, later = run(engine, [replace(asked, sampler=sampler) for sampler in chosen])
-    np.testing.assert_allclose(later.logprobs, base.logprobs, rtol=1e-4)
-    assert not np.allclose(first.logprobs, base.logprobs, rtol=1e-4)
+    patterns = Patterns(rank=6, alpha=9, alphas=(("1.self_attn.q_proj", 2.25),), exclude=("down_proj",))
+    later = {
+        "scale": (0, replace(wide, alpha=1e-20)),
+        "nowhere": (1, replace(dora, patterns=Patterns(rank=2, alpha=4, exclude=("down_proj",)))),
+        "patterns": (0, replace(wide, targets=("q_proj",), patterns=patterns)),
+    }
+    answers = {"base": engine.base, "place": samplers[1]}
+    for name, (place, spec) in later.items():
+        monkeypatch.setattr(stage, "_specs", [spec if place == index else other for index, other in
+                                              enumerate((wide, dora, narrow))])  # fmt: skip
+        answers[name] = engine.snapshot(place)
+    q, down = "layers.self_attn.q_proj.lora_b", "layers.mlp.down_proj.lora_b"
+    monkeypatch.setattr(stage, "_specs", [wide, dora, narrow])
+    monkeypatch.setattr(stage, "lora", stage.lora | {q: stage.lora[q].at[1].divide(4), down: stage.lora[down] * 0})
+    answers["divided"] = engine.snapshot(0)
+    logprobs = {}
+    for name, sampler in answers.items():  # the bank has four slots
+        logprobs[name] = run(engine, [replace(asked, sampler=sampler)])[0].logprobs
+    for name, same in {"scale": "base", "nowhere": "base", "patterns": "divided"}.items():
+        np.testing.assert_allclose(logprobs[name], logprobs[same], rtol=1e-4, err_msg=name)
+    assert not np.allclose(logprobs["place"], logprobs["base"], rtol=1e-4)
+    assert not np.allclose(logprobs["patterns"], logprobs["place"], rtol=1e-4)
 
 
 def test_snapshots_do_not_move_and_one_that_is_not_finite_ends_its_own_requests(stage, programs):
