@@ -26,6 +26,7 @@ from lorafusion_jax.digests import Damage, find_damage, has_digests, refuse_dama
 from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import auto_class, loads_whole
+from lorafusion_jax.families.table import family_named
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.peft.leaves import exported_spec
@@ -81,7 +82,10 @@ def command(
     if not merge:
         specs = {name: exported_spec(adapter_spec(config.adapter(name))) for name in sources}
         base = config.base.hub_id or str(config.base.model)
-        for line in commands(base, {name: (specs[name], targets[name]) for name in sources})[:MOST_COMMANDS]:
+        experts = any(spec.on_experts for spec in specs.values())
+        renamed = experts and family_named(ModelConfig.from_hf(base_directory(config)).family).renamed_experts
+        exported = {name: (specs[name], targets[name]) for name in sources}
+        for line in commands(base, exported, renamed_experts=renamed)[:MOST_COMMANDS]:
             console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
     first = next(iter(sources), "")
     if merge:

@@ -100,6 +100,12 @@ class Family:
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def renamed_experts(self) -> bool:
+        """Whether a checkpoint has the experts in another module than transformers, whose names PEFT writes."""
+        module = (self.experts or {}).get("module", "mlp")
+        return self.expert_names[0].startswith(f"{BLOCK}.") and module != BLOCK
+
+    @property
     def read_keys(self) -> set[str]:
         """The keys of config.json that are read, in this family's spelling."""
         return {*COMMON, *self.reads, *self.keys} - ({*self.keys.values(), *self.known} - self.keys.keys())

@@ -8,15 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from make_golden import GOLDEN
+from make_golden import CASES, GOLDEN
 from safetensors.numpy import load_file, save_file
+from test_drawn_families import FORWARD, ROWS
 
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.multimodal import WRAPPERS
+from lorafusion_jax.families.table import FAMILIES
+from lorafusion_jax.layout.layer import saved_path
 from lorafusion_jax.models import ModelConfig, load_decoder, save_decoder
+from lorafusion_jax.models.checkpoint import list_tensors
 from lorafusion_jax.peft.combine import combine_adapters
 from lorafusion_jax.peft.folder import read_adapter, read_described, write_adapter
 from lorafusion_jax.peft.merge import merge_arrays
@@ -238,3 +242,52 @@ def test_merging_into_the_whole_model_is_merging_into_its_text_part(layout, tmp_
         np.testing.assert_array_equal(whole[new], tensor)
         assert np.array_equal(tensor, before[name]) == (new not in report.deltas)
     assert (tmp_path / "merged" / "config.json").read_bytes() == (tmp_path / "whole" / "config.json").read_bytes()
+
+
+# Linear layers that vLLM's classes have, those of packed ones by their parts (`packed_modules_mapping`).
+VLLM_LINEARS = {
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "input_linear", "output_linear", "w1", "w2",
+    "w3", "c_fc", "c_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_qkvz", "in_proj_ba",
+    "per_layer_input_gate", "per_layer_projection",
+}  # fmt: skip
+
+
+def published(family: str) -> tuple[ModelConfig, set[str]]:
+    """A model of a family, and the tensors of its checkpoint as of a model of text."""
+    if family in FORWARD:
+        row = ROWS[FORWARD[family]]
+        return ModelConfig.from_hf(row["config"]), {name.replace(".language_model", "") for name in row["tensors"]}
+    case = next(case for case in CASES if ModelConfig.from_hf(GOLDEN / case).family == family)
+    return ModelConfig.from_hf(GOLDEN / case), {*list_tensors(GOLDEN / case)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_reads_a_folder_of_every_family(family, tmp_path):
+    """Its rules: "base_model.model.", a module, lora_A or lora_B and weight; the last name of the module is a linear
+    layer; with experts, the adapter on gate and up is that of `experts.base_layer`, that on down of `experts`."""
+    config, names = published(family)
+    spec = AdapterSpec(name="law", rank=2, alpha=4, targets=config.targets)
+    arrays, modules = {}, {}
+    for layer in range(config.num_layers):
+        for linear in config.layer(layer).linears:
+            experts = (linear.experts,) if linear.experts else ()
+            shapes = (*experts, linear.in_features, 2), (*experts, 2, linear.out_features)
+            arrays[saved_path(f"layers.{layer}.{linear.path}")] = tuple(np.ones(shape, np.float32) for shape in shapes)
+    whole = bool(config.wrapper)
+    folder = write_adapter(arrays, spec, "base", tmp_path / "law", multimodal=whole)
+    for key in load_file(folder / "adapter_model.safetensors"):
+        root, _, name = key.partition("base_model.model.")
+        module, matrix, leaf = name.rsplit(".", 2)
+        assert (root, matrix in ("lora_A", "lora_B"), leaf) == ("", True, "weight")
+        modules.setdefault(module, set()).add(matrix)
+    assert all(matrices == {"lora_A", "lora_B"} for matrices in modules.values())
+    for module in modules:
+        module = module.replace(".language_model", "")
+        parent, _, last = module.removesuffix(".base_layer").rpartition(".")
+        if last == "experts":  # beside the router, in the module where the checkpoint has it
+            assert any(name.startswith(f"{parent}.") for name in names) != FAMILIES[family].renamed_experts, module
+        else:
+            assert last in VLLM_LINEARS, module
+            assert f"{module}.weight" in names, module  # as the base is published
+    assert len(modules) == len(arrays)
