@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lorafusion_jax.data.prompts import Prompt, prompt_tokens
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer, with_template
+from lorafusion_jax.generation.answer_text import AnswerTexts
 from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.engine import Answer, End, Request
 from lorafusion_jax.generation.generator import MOST_SEQUENCES, Generator
@@ -17,8 +18,6 @@ from lorafusion_jax.generation.sampling import GREEDY, MOST_SEED, Sampling
 from lorafusion_jax.generation.sources import BASE_NAME, Source, unknown_adapter
 from lorafusion_jax.readable import TEMPLATE, read_text
 from lorafusion_jax.session.stage import Stage
-
-LAST_TOKENS = 64  # whose text is searched for the texts that end an answer, beside those of the texts themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,9 @@ class TextGenerator:
     def __init__(self, source: Source):
         self.tokenizer: Tokenizer = load_tokenizer(source.base)
         self.tokenizer.require()
-        self._tokenizers = {adapter.name: _of_folder(adapter.folder, self.tokenizer) for adapter in source.adapters}
+        self._tokenizers = {
+            adapter.name: tokenizer_of_folder(adapter.folder, self.tokenizer) for adapter in source.adapters
+        }
         self.asked = source.asked
         self._names = [adapter.name for adapter in source.adapters]
         self._generator = TokenGenerator([load_stage(source)], self.tokenizer, self._stops())
@@ -170,9 +171,8 @@ class TokenGenerator:
     """
 
     def __init__(self, stages: Sequence[Stage], tokenizer: Tokenizer, stops: Sequence[int]):
-        self._tokenizer = tokenizer
-        self._special = tokenizer.special_texts
-        self._generator = Generator(stages, stops, self._ends_with, self._special)
+        self._texts = AnswerTexts(tokenizer)
+        self._generator = Generator(stages, stops, self._texts.ends_with, self._texts.special_texts)
 
     def __call__(
         self,
@@ -190,28 +190,7 @@ class TokenGenerator:
 
     def text(self, request: Request, answer: Answer) -> str:
         """The text of an answer, without what ended it."""
-        text = self._tokenizer.text(answer.tokens)
-        ends = [text[: text.find(stop)] for stop in request.sampling.stop if stop in text]
-        with_special = [stop for stop in request.sampling.stop if self._has_special(stop)]
-        written = self._tokenizer.decode(answer.tokens) if with_special else ""
-        ends += [self._without_special(written[: written.find(stop)]) for stop in with_special if stop in written]
-        return min(ends, key=len, default=text)
-
-    def _ends_with(self, tokens: Sequence[int], texts: Sequence[str]) -> bool:
-        last = tokens[-LAST_TOKENS - max(map(len, texts)) :]
-        tail = self._tokenizer.text(last)
-        if any(text in tail for text in texts):
-            return True
-        with_special = [text for text in texts if self._has_special(text)]
-        return bool(with_special) and any(text in self._tokenizer.decode(last) for text in with_special)
-
-    def _has_special(self, text: str) -> bool:
-        return any(special in text for special in self._special)
-
-    def _without_special(self, text: str) -> str:
-        for special in self._special:
-            text = text.replace(special, "")
-        return text
+        return self._texts.text(answer.tokens, request.sampling.stop)
 
 
 def rows_for(
@@ -227,7 +206,7 @@ def rows_for(
     ]
 
 
-def _of_folder(folder: Path, tokenizer: Tokenizer) -> Tokenizer:
+def tokenizer_of_folder(folder: Path, tokenizer: Tokenizer) -> Tokenizer:
     """The base's tokenizer with the chat template of an adapter's folder, if it has one of its own."""
     path = folder / "chat_template.jinja"
     if not path.is_file():

@@ -34,6 +34,7 @@ WHYS: Mapping[str, str] = {
     "api.missing": "it has no default",
     "api.model-over": "its client has ended it, or it has failed",
     "api.models": "models of one owner are limited, so that others have a turn",
+    "api.no-worker": "no session of this base is connected",
     "api.not-found": "no thing of yours has this name; what others own is not shown",
     "api.not-served": "it is no part of this service",
     "api.other-request": "a repeated request gets the first result, so it must be the same request",

@@ -10,6 +10,7 @@ import hashlib
 import json
 import queue
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.data.tokenizer import load_tokenizer
+from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.generation.answer_text import AnswerTexts
+from lorafusion_jax.generation.engine import Answer
 from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.serve.refusals import describe
 from lorafusion_jax.serve.tinker.datums import Batch, DatumError, Sparse, read_batch, write_outputs
 from lorafusion_jax.serve.tinker.samples import read_sample, write_samples
+from lorafusion_jax.serve.worker.completions import Progress, read_completion, write_part
 from lorafusion_jax.serve.worker.link import Link
 
 WORDS = 16
@@ -106,11 +112,14 @@ class BigramProcess:
 
     runs: ClassVar[threading.Event] = threading.Event()
     order: ClassVar[list[tuple[str, int]]] = []
+    cancelled: ClassVar[list[str]] = []
     save_every: ClassVar[int] = 5
     runs.set()
 
-    def __init__(self, server: str, group: str, epoch: int, secret: str = ""):
+    def __init__(self, server: str, group: str, epoch: int, secret: str = "", base: str = ""):
+        self.base = base
         self.models: dict[str, dict[str, Any]] = {}
+        self.completing: dict[str, Iterator[dict[str, Any]]] = {}
         self.ended, self.code = threading.Event(), None
         self.link = Link(server, group, epoch, 0.1, self._holds, secret)
         self.link.emit("ready", device="simulated")
@@ -147,6 +156,9 @@ class BigramProcess:
         while not self.ended.is_set():
             with suppress(queue.Empty):
                 self._execute(self.link.commands.get(timeout=0.005))
+            for future, parts in list(self.completing.items()):
+                if self.runs.is_set() and (part := next(parts, None)) is not None:
+                    self.link.emit("completed", future=future, **part)
             for name, model in list(self.models.items()):
                 while self.runs.is_set() and model["waiting"] and not self.ended.is_set():
                     self._answer(name, model, model["waiting"].pop(0))
@@ -168,6 +180,11 @@ class BigramProcess:
             self.link.emit("started", job=name, epoch=command["epoch"])
         elif command["command"] == "sample" and self.runs.is_set():
             self._sample(command)
+        elif command["command"] == "complete":
+            self.completing[command["future"]] = self._parts_of(command)
+        elif command["command"] == "cancel":
+            self.cancelled.append(command["future"])
+            self.completing.pop(command["future"], None)
         elif command["command"] == "request" and name in self.models:
             if command["seq"] <= self.models[name]["taken"]:
                 return  # after another connection
@@ -221,6 +238,34 @@ class BigramProcess:
             told |= {"error": str(problem), "category": "user"}
         self.link.emit("sampled", **told)
 
+    def _parts_of(self, command: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Answers that say their prompt again and again, three tokens at a time. An adapter says it backwards."""
+        tokenizer = load_tokenizer(self.base)
+        try:
+            request = read_completion(command["values"], tokenizer, 64)
+            if not all(prompt for prompt, _ in request.pairs):
+                raise ConfigError("generate.empty-prompt", "the prompt has no token.")  # as the engine does
+        except LoraFusionError as problem:
+            yield {"error": describe(problem)}
+            return
+        texts, progress, answers = AnswerTexts(tokenizer), Progress(), [Answer() for _ in request.pairs]
+        while any(answer.end is None for answer in answers):
+            for (prompt, sampling), answer in zip(request.pairs, answers, strict=True):
+                said = prompt if command["folder"] is None else prompt[::-1]
+                for _ in range(3 if answer.end is None else 0):
+                    answer.tokens.append(said[len(answer.tokens) % len(said)])
+                    answer.logprobs.append(-0.5)
+                    if sampling.logprobs:
+                        answer.listed.append([(token, -1.0 * token) for token in range(sampling.logprobs)])
+                    stops = bool(sampling.stop) and texts.ends_with(answer.tokens, sampling.stop)
+                    if stops or len(answer.tokens) == sampling.max_tokens:
+                        answer.end = "stop" if stops else "length"
+                        break
+            parts = progress.parts(answers, streamed=request.is_streamed)
+            written, ended = [write_part(request, part) for part in parts], all(answer.end for answer in answers)
+            if written:
+                yield {"parts": written, "ended": ended, "prompt_tokens": request.prompt_tokens}
+
     def _save(self, entry: dict[str, Any]) -> str:
         path = Path(entry["folder"]) / "state" / f"e{entry['epoch']}-s{entry['seq']}"
         entry["model"].write(path)
@@ -256,7 +301,13 @@ class BigramLauncher:
         del log  # unused: threads say nothing
         assert json.dumps(arguments)
         self.made.append(
-            BigramProcess(arguments["server"], arguments["group"], arguments["epoch"], arguments["secret"])
+            BigramProcess(
+                arguments["server"],
+                arguments["group"],
+                arguments["epoch"],
+                arguments["secret"],
+                arguments["base"]["model"],
+            )
         )
         return self.made[-1]
 

@@ -472,6 +472,7 @@ def test_the_description_names_every_path_and_its_errors():
         "/v1/jobs/{job}/log", "/v1/jobs/{job}/timeline", "/v1/jobs/{job}/adapter", "/v1/adapters",
         "/v1/adapters/{adapter}", "/v1/cluster", "/v1/decisions", "/v1/workers/{worker}/{action}", "/v1/me", "/v1/keys",
         "/v1/keys/{key}", "/v1/keys/{key}/limits", "/healthz", "/readyz", "/metrics",
+        "/v1/models", "/v1/models/{model}", "/v1/completions", "/v1/chat/completions",
     }  # fmt: skip
     assert set(paths) == wanted
     for path, methods in paths.items():

@@ -330,6 +330,37 @@ def test_samples_end_by_their_stops_and_differ_by_their_seeds(sampling):
     assert drawn(filtered)[0][0] == drawn(greedy)[0][0]
 
 
+def complete(worker: Worker, name: str, folder: Path | None, **more: Any) -> list[dict[str, Any]]:
+    """Asks for a completion, and returns its parts."""
+    values = {"messages": None, "prompts": ["one two three"], "n": 2, "stream": False, "scored": True}
+    values |= {"sampling": {"max_tokens": 12, "temperature": 1.0, "seed": 5}} | more
+    worker.samples.take({"command": "complete", "future": name, "folder": folder and str(folder), "values": values})
+    worker.run(lambda: any(told["future"] == name and told.get("ended", True) for told in worker.of("completed")))
+    told = [told for told in worker.of("completed") if told["future"] == name]
+    assert "error" not in told[-1], told[-1]
+    return [part for event in told for part in event["parts"]]
+
+
+def test_completions_grow_in_parts_to_the_whole_answer(sampling):
+    worker, peft, _ = sampling
+    whole = complete(worker, "whole", peft)
+    assert [(part["index"], part["tokens"], part["end"]) for part in whole] == [(0, 12, "length"), (1, 12, "length")]
+    assert whole[0]["text"] != whole[1]["text"]
+    parts = complete(worker, "parts", peft, stream=True)
+    assert len(parts) > 2
+    for answer in whole:
+        mine = [part for part in parts if part["index"] == answer["index"]]
+        assert "".join(part["text"] for part in mine) == answer["text"]
+        assert [entry[0] for part in mine for entry in part["logprobs"]] == [e[0] for e in answer["logprobs"]]
+    messages = [{"role": "user", "content": "one two three"}]
+    greedy = {"sampling": {"max_tokens": 12, "temperature": 0.0}, "messages": messages, "n": 1}
+    texts = [complete(worker, f"chat-{folder}", folder, **greedy)[0]["text"] for folder in (None, peft)]
+    assert texts[0] != texts[1]
+    worker.samples.take({"command": "complete", "future": "left", "folder": None, "values": {}})
+    worker.samples.cancel("left")
+    assert not worker.samples.busy
+
+
 def test_prompts_are_scored_at_targets_and_at_their_ends(sampling):
     worker, peft, _ = sampling
     scores = np.frombuffer(sampled(worker, "all", peft, **SCORED).prompt_logprobs, "<f4")

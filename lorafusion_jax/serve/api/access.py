@@ -46,6 +46,7 @@ CALLS, MORE_CALLS = "/api/v1/", 10  # of the training API, whose clients send a 
 DAY = 86400.0
 MOST_REPEATABLE = 10_000  # requests of an owner whose answers are kept
 MOST_UPLOADS = 8  # of an owner at once
+MOST_COMPLETIONS = 512  # of an owner at once: more would only wait for rows of the sampler
 MOST_STREAMS, MOST_OF_ALL = 50, 1000  # streams of a key, and of all together
 THREADS, ALL_THREADS = 4, 16  # that work for an owner, and for all, of the server's 40
 
@@ -58,6 +59,7 @@ class Service:
         self.access, self.limits, self.calls = Access(db), Limits(), Limits(MORE_CALLS)
         self.streams: dict[str, int] = {}
         self.uploads, self.turns = Places("uploads", MOST_UPLOADS), Turns()
+        self.completions = Places("completions", MOST_COMPLETIONS)
         self.forms = asyncio.Lock()
         self.news = News(db)
         self.datasets = threading.Lock()  # their rows and folders change together

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorafusion_jax.serve.api import admin, datasets, jobs, mlora, problems, streams
+from lorafusion_jax.serve.api import admin, datasets, jobs, mlora, openai, problems, streams
 from lorafusion_jax.serve.api.access import WITHOUT_KEY, Service, identify
 from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.refusals import completed
@@ -23,12 +23,14 @@ from lorafusion_jax.serve.store.database import StoreError
 LARGEST_BODY, LARGEST_LOGIN = 1 << 20, 4 << 10  # but for data sets
 BODIES, BODIES_OF_OWNER = 48 << 20, 16 << 20  # bytes of bodies in memory
 MOST_VALUES = 10_000  # of a body, counted by its commas and brackets: a job has fewer than 1 000
+MOST_TOKENS = 400_000  # the same of a completion, whose prompts may be tokens
 BODY_S = 30  # for it to arrive
 DEEPEST, BRACKETS = 32, re.compile(rb"[\[\]{}]")
+TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|$)', re.DOTALL)  # in them, commas and brackets count for nothing
 PAGE = Path(__file__).parents[1] / "page"
 FILES = {"/": "index.html", "/app.js": "app.js", "/charts.js": "charts.js", "/style.css": "style.css"}
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-ROUTERS = (jobs.router, datasets.router, streams.router, admin.router)
+ROUTERS = (jobs.router, datasets.router, streams.router, admin.router, openai.router)
 SECURE = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     "X-Content-Type-Options": "nosniff",
@@ -144,7 +146,8 @@ class Guard:
             return allowed
 
         try:
-            body = await _checked_body(receive, headers.get(b"content-length", b""), largest, take)
+            values = MOST_TOKENS if scope["path"] in openai.PATHS else MOST_VALUES
+            body = await _checked_body(receive, headers.get(b"content-length", b""), largest, values, take)
             if isinstance(body, JSONResponse):
                 await body(scope, receive, send)
             else:
@@ -166,7 +169,7 @@ def _refuse(
 
 
 async def _checked_body(
-    receive: Receive, length: bytes, largest: int, take: Callable[[int], bool]
+    receive: Receive, length: bytes, largest: int, values: int, take: Callable[[int], bool]
 ) -> bytes | JSONResponse:
     """Returns the body, or how it is refused."""
     try:
@@ -179,9 +182,10 @@ async def _checked_body(
         return _refuse(429, "api.bodies", "body", message, "send fewer at once", {"Retry-After": "1"})
     if body is None:
         return _refuse(413, "api.too-large", "body", f"it has at most {largest} bytes.", "data goes to /v1/datasets")
-    if sum(map(body.count, (b"[", b"{", b","))) > MOST_VALUES:
-        return _refuse(422, "api.values", "body", f"a body has at most {MOST_VALUES} values.", "fewer values")
-    if _depth(body) > DEEPEST:
+    without_texts = TEXTS.sub(b"", body)
+    if sum(map(without_texts.count, (b"[", b"{", b","))) > values:
+        return _refuse(422, "api.values", "body", f"a body has at most {values} values.", "fewer values")
+    if _depth(without_texts) > DEEPEST:
         return _refuse(422, "api.depth", "body", f"a body is nested at most {DEEPEST} deep.", "flatter values")
     return body
 
@@ -223,7 +227,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _depth(body: bytes) -> int:
-    """Returns how deep brackets are nested, if that can be too deep; those in texts count, too."""
+    """Returns how deep brackets are nested, if that can be too deep."""
     if body.count(b"[") + body.count(b"{") <= DEEPEST:
         return 0
     deepest = depth = 0

@@ -97,12 +97,12 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         return answer_problem(request, problem)
 
     @app.exception_handler(LoraFusionError)
-    async def _known(_: Request, problem: LoraFusionError) -> JSONResponse:
-        return problems_answer([_describe(error) for error in getattr(problem, "errors", [problem])])
+    async def _known(request: Request, problem: LoraFusionError) -> JSONResponse:
+        return answer_problem(request, problem)
 
     @app.exception_handler(RequestValidationError)
-    async def _validation(_: Request, problem: RequestValidationError) -> JSONResponse:
-        return problems_answer([_of_pydantic(dict(detail)) for detail in problem.errors()[:MOST_PROBLEMS]])
+    async def _validation(request: Request, problem: RequestValidationError) -> JSONResponse:
+        return answer_problem(request, problem)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, problem: HTTPException) -> JSONResponse:
@@ -121,10 +121,14 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         return _answer(request, 500, {"code": "api.internal", "what": error, "fix": fix})
 
 
-def answer_problem(request: Request, problem: ApiError | StoreError) -> JSONResponse:
+def answer_problem(request: Request, problem: ApiError | LoraFusionError | RequestValidationError) -> JSONResponse:
     """Answers a request that is refused, or for which the database cannot be used."""
     if isinstance(problem, ApiError):
         return _answer(request, problem.status, problem.error, problem.headers)
+    if isinstance(problem, RequestValidationError):
+        return problems_answer([_of_pydantic(dict(detail)) for detail in problem.errors()[:MOST_PROBLEMS]])
+    if not isinstance(problem, StoreError):
+        return problems_answer([_describe(error) for error in getattr(problem, "errors", [problem])])
     full = problem.code == "store.no-space"
     return _answer(request, 507 if full else 503, _describe(problem), {} if full else {"Retry-After": "5"})
 

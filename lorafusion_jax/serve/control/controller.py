@@ -21,6 +21,7 @@ from sqlalchemy import select
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.serve.control.child import Answer, Child
+from lorafusion_jax.serve.control.completions import Completions
 from lorafusion_jax.serve.control.daily_copy import DailyCopy
 from lorafusion_jax.serve.control.hub import Connection, Hub
 from lorafusion_jax.serve.control.launch import Launcher, LocalLauncher
@@ -67,6 +68,7 @@ class Controller:
 
     Attributes:
         refused_decisions: decisions of the scheduler that did not take effect.
+        completions: under way.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Controller:
         self._ended = threading.Event()
         settings.make_socket_folder()
         self._hub = Hub(settings.socket, self._admit, self._take, tcp=settings.workers_at)
+        self.completions = Completions(self._hub)
         if streams is not None:
             streams.attach(self._hub)
         self._launcher = launcher or make_launcher(settings, self._hub.address)
@@ -127,6 +130,7 @@ class Controller:
             session.terminate()
         for session in sessions:
             session.stop(left_s())
+        self.completions.close()
         self._hub.close()
         self.daily_copy.close(left_s())
         if self._publisher is not None:
@@ -455,7 +459,9 @@ class Controller:
 
     def _take(self, source: Connection, event: Message) -> None:
         """Takes an event of a worker. A job whose event cannot be taken fails, and its worker drops it."""
-        if not self._events.take(source, event):
+        if event["event"] == "completed":
+            self.completions.take(source, event)
+        elif not self._events.take(source, event):
             if (job := event.get("job")) is not None:
                 self._hub.send(source.group, {"command": "stop", "job": job, "epoch": event["epoch"]})
         elif event["event"] == "ready" and source.group in self._sessions:

@@ -49,6 +49,11 @@ class SampleRequest:
     last: int | None
     targets: Targets | None
 
+    @property
+    def pairs(self) -> list[tuple[list[int], Sampling]]:
+        """The prompt and the settings of each sample."""
+        return [(self.prompt, sampling) for sampling in self.samplings]
+
 
 def read_sample(values: Mapping[str, Any], most_tokens: int) -> SampleRequest:
     """Reads the JSON of a SampleRequest.

@@ -218,7 +218,7 @@ class WorkerLoop:
             self._closing = True
         elif kind == "wake":
             pass
-        elif kind == "sample":
+        elif kind in ("sample", "complete"):
             self.samples.take(command)
         elif kind == "cancel":
             self.samples.cancel(command["future"])

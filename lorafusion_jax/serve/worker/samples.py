@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -18,36 +19,41 @@ from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import LoraFusionError, RunError, ServerCallError
 from lorafusion_jax.files import replace_bytes
+from lorafusion_jax.generation.answer_text import AnswerTexts
 from lorafusion_jax.generation.engine import ROWS, Answer, Engine, Request, blocks_that_fit
 from lorafusion_jax.generation.load import read_leaves
 from lorafusion_jax.generation.slots import Sampler
+from lorafusion_jax.generation.text import tokenizer_of_folder
 from lorafusion_jax.models.cache import BLOCK
+from lorafusion_jax.serve.refusals import describe
 from lorafusion_jax.serve.tinker.datums import DatumError
 from lorafusion_jax.serve.tinker.samples import SampleRequest, read_sample, write_samples
 from lorafusion_jax.serve.wire import Message
+from lorafusion_jax.serve.worker.completions import CompletionRequest, Part, Progress, read_completion, write_part
 from lorafusion_jax.serve.worker.link import Link
 from lorafusion_jax.session import AdapterState, Session
 from lorafusion_jax.session.base import stages_for
 from lorafusion_jax.session.distant_stage import local_stages
 
 MOST_SAMPLERS = 64  # snapshots in memory; others are read again
-LONGEST_TEXT = 64  # tokens before the last ones that a stop text may have
 Leaves = dict[str, np.ndarray]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Asked:
-    """A request for samples.
+    """A request for samples or completions.
 
     Attributes:
         reading: its settings, and the weights of its snapshot if they have to be read.
         answers: once the engine has it.
+        progress: of a completion, what was told of it.
     """
 
     command: Message
-    reading: Future[tuple[SampleRequest, Leaves | None]]
-    request: SampleRequest | None = None
+    reading: Future[tuple[SampleRequest | CompletionRequest, Leaves | None]]
+    request: SampleRequest | CompletionRequest | None = None
     answers: Sequence[Answer] | None = None
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def folder(self) -> str | None:
@@ -98,8 +104,8 @@ class Samples:
             except Exception as problem:  # of the devices: sessions train on
                 self._fail_all(problem)
         for asked in list(self._asked.values()):
-            if asked.answers is not None and all(answer.end is not None for answer in asked.answers):
-                self._finish(asked)
+            if asked.answers is not None:
+                self._tell_of(asked, asked.answers)
 
     def close(self) -> None:
         for pool in (self._reader, self._writer):
@@ -114,8 +120,7 @@ class Samples:
                 asked.reading = self._read_later(asked.command)
                 return
             requests = [
-                Request(tokens=asked.request.prompt, sampler=sampler, sampling=sampling)
-                for sampling in asked.request.samplings
+                Request(tokens=tokens, sampler=sampler, sampling=sampling) for tokens, sampling in asked.request.pairs
             ]
             asked.answers = [self._bank.engine.submit(request) for request in requests]
         except Exception as problem:  # whatever it is, others do not fail with it
@@ -138,15 +143,25 @@ class Samples:
             bank.engine.drop(self._samplers.pop(oldest))
         return sampler
 
-    def _finish(self, asked: Asked) -> None:
-        assert asked.request is not None
-        assert asked.answers is not None
-        error = next((answer.error for answer in asked.answers if answer.error is not None), None)
+    def _tell_of(self, asked: Asked, answers: Sequence[Answer]) -> None:
+        """Has samples written that have ended, and tells how completions have grown."""
+        has_ended = all(answer.end is not None for answer in answers)
+        error = next((answer.error for answer in answers if answer.error is not None), None)
         if error is not None:
+            for answer in answers:
+                if answer.end is None and self._bank is not None:
+                    self._bank.engine.cancel(answer)
             self._fail(asked, error)
             return
-        del self._asked[asked.command["future"]]
-        self._writer.submit(self._tell, asked.command, asked.request, asked.answers)
+        if has_ended:
+            del self._asked[asked.command["future"]]
+        if isinstance(asked.request, CompletionRequest):
+            parts = asked.progress.parts(answers, streamed=asked.request.is_streamed)
+            if parts:
+                self._writer.submit(self._tell_parts, asked.command, asked.request, parts, has_ended)
+        elif has_ended:
+            assert asked.request is not None
+            self._writer.submit(self._tell, asked.command, asked.request, answers)
 
     def _fail_all(self, problem: Exception) -> None:
         """Ends everything that runs: an engine whose pass has failed has no cache any more."""
@@ -163,20 +178,27 @@ class Samples:
         category = category or getattr(problem, "category", "user" if is_refused else "server")
         text = str(problem) or type(problem).__name__
         del self._asked[asked.command["future"]]
-        self._link.emit("sampled", future=asked.command["future"], error=text, category=category)
+        if asked.command["command"] == "complete":
+            error = describe(problem) if category == "user" else {"code": "api.internal", "what": text}
+            self._link.emit("completed", future=asked.command["future"], error=error)
+        else:
+            self._link.emit("sampled", future=asked.command["future"], error=text, category=category)
 
     # In threads.
 
-    def _read_later(self, command: Message) -> Future[tuple[SampleRequest, Leaves | None]]:
+    def _read_later(self, command: Message) -> Future[tuple[SampleRequest | CompletionRequest, Leaves | None]]:
         reading = self._reader.submit(self._read, command)
         reading.add_done_callback(lambda _: self._wake())
         return reading
 
-    def _read(self, command: Message) -> tuple[SampleRequest, Leaves | None]:
+    def _read(self, command: Message) -> tuple[SampleRequest | CompletionRequest, Leaves | None]:
         if self._bank is None:
             self._bank = Bank(self._session)
         bank, folder = self._bank, command["folder"]
-        request = read_sample(command["values"], bank.most_tokens)
+        if command["command"] == "complete":
+            request = read_completion(command["values"], bank.tokenizer_of(folder), bank.most_tokens)
+        else:
+            request = read_sample(command["values"], bank.most_tokens)
         if folder is None or folder in self._held:
             return request, None
         if not Path(folder).is_dir():
@@ -188,6 +210,11 @@ class Samples:
             raise ServerCallError("call.damaged", message, why=str(problem), fix="save them again") from problem
         self._held.add(folder)
         return request, leaves
+
+    def _tell_parts(self, command: Message, request: CompletionRequest, parts: Sequence[Part], ended: bool) -> None:
+        written = [write_part(request, part) for part in parts]
+        usage = {"prompt_tokens": request.prompt_tokens}
+        self._link.emit("completed", future=command["future"], parts=written, ended=ended, **usage)
 
     def _tell(self, command: Message, request: SampleRequest, answers: Sequence[Answer]) -> None:
         content = write_samples(request, answers)
@@ -220,22 +247,27 @@ class Bank:
         self._parts = self._stages[0].parts
         self._shapes = self._parts.leaves.own_shapes()[self._task.name]
         self._put({})
-        tokenizer = load_tokenizer(base_directory(config))
+        self._tokenizer = tokenizer = load_tokenizer(base_directory(config))
+        self.tokenizer_of = lru_cache(MOST_SAMPLERS)(self._tokenizer_of)
+        texts = AnswerTexts(tokenizer) if tokenizer.is_there else None
         positions = self._parts.model.positions
         blocks = min(blocks_that_fit(self._stages, beside_training=True), ROWS * -(-positions // BLOCK))
         self.most_tokens = min(positions, blocks * BLOCK)
         self.engine = Engine(
             self._stages,
             blocks=blocks,
-            stop_tokens=tokenizer.stop_ids if tokenizer.is_there else (),
-            ends_with=_ends_with(tokenizer),
-            special_texts=tokenizer.special_texts if tokenizer.is_there else {},
+            **({} if texts is None else {"ends_with": texts.ends_with, "special_texts": texts.special_texts}),
+            stop_tokens=tokenizer.stop_ids,
         )
 
     def snapshot(self, leaves: Mapping[str, np.ndarray]) -> Sampler:
         """Copies weights that were read to the devices."""
         self._put(leaves)
         return self.engine.snapshot(0)
+
+    def _tokenizer_of(self, folder: str | None) -> Tokenizer:
+        """The tokenizer with the chat template that the adapter of a folder was trained with."""
+        return self._tokenizer if folder is None else tokenizer_of_folder(Path(folder), self._tokenizer)
 
     def _put(self, leaves: Mapping[str, np.ndarray]) -> None:
         for stage in self._stages:
@@ -256,11 +288,3 @@ class Bank:
             within = tuple(slice(size) for size in leaf.shape)
             leaves[name][within] = leaf * np.float32(scale if name.endswith(".lora_b") else 1)
         return leaves
-
-
-def _ends_with(tokenizer: Tokenizer) -> Callable[[Sequence[int], Sequence[str]], bool]:
-    def ends_with(tokens: Sequence[int], texts: Sequence[str]) -> bool:
-        tail = tokenizer.decode(tokens[-LONGEST_TEXT - max(map(len, texts)) :])
-        return any(text in tail for text in texts)
-
-    return ends_with

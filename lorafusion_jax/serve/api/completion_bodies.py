@@ -1,0 +1,182 @@
+"""Bodies of completions, with the names of OpenAI's API. What is not served is refused by its name."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from lorafusion_jax.generation.sampling import MOST_SEED, Sampling
+
+MOST_ANSWERS, MOST_PROMPTS = 128, 128
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Text = Annotated[str, Field(max_length=1 << 20)]
+Label = Annotated[str, Field(max_length=1000)]
+
+
+def _is_off(value: Any) -> Any:
+    if value not in (None, 0, "", [], {}, "none", "auto"):
+        raise ValueError("this service does not serve it; leave it out")
+    return value
+
+
+NotServed = Annotated[Any, AfterValidator(_is_off)]
+
+
+class StreamOptions(BaseModel):
+    """Of a stream."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: NotServed = None
+
+
+class Body(BaseModel):
+    """What both kinds of completions have. `user`, `metadata` and the like are labels, which nothing depends on.
+
+    `top_k`, `min_p` and `repetition_penalty` are no part of OpenAI's API; servers of open models have them.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    model: Label
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    seed: int | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    logit_bias: dict[Label, Number] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Label | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    presence_penalty: NotServed = None
+    frequency_penalty: NotServed = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Any:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream")
+        return self
+
+    def sampling(self, max_tokens: int | None, logprobs: int) -> dict[str, Any]:
+        """The settings of `Sampling` that it names; the seed is drawn if it names none.
+
+        Raises:
+            ConfigError, ErrorList: `generate.setting`.
+        """
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        values: dict[str, Any] = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": secrets.randbelow(2**63) if self.seed is None else self.seed % (MOST_SEED + 1),
+            "stop": stop,
+            "logit_bias": self.logit_bias,
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+        }
+        values = {name: value for name, value in values.items() if value is not None}
+        Sampling(**values)
+        return values
+
+
+class CompletionBody(Body):
+    """A text that goes on."""
+
+    prompt: (
+        Text
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    max_tokens: Count | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: int | None = None
+    echo: NotServed = None
+    suffix: NotServed = None
+
+    @model_validator(mode="after")
+    def _check_best(self) -> Any:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of: this service does not choose among answers; it must be n, or left out")
+        return self
+
+    def values(self) -> dict[str, Any]:
+        """What the worker reads."""
+        many = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        sampling = self.sampling(16 if self.max_tokens is None else self.max_tokens, self.logprobs or 0)
+        prompts, scored = self.prompt if many else [self.prompt], self.logprobs is not None
+        return {"messages": None, "prompts": prompts, "sampling": sampling, "scored": scored}
+
+
+class ChatMessage(BaseModel):
+    """A message. What the chat template of the model does not know, it refuses or leaves out."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Label
+    content: Text | list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _join_texts(self) -> Any:
+        if isinstance(self.content, list):
+            kinds = [part.get("type") for part in self.content]
+            if other := [kind for kind in kinds if kind != "text"]:
+                raise ValueError(f"content: there are parts of text only, not of {str(other[0])[:100]}")
+            if not all(isinstance(part.get("text"), str) for part in self.content):
+                raise ValueError("content: a part of text has a text")
+            self.content = "".join(part["text"] for part in self.content)
+        return self
+
+
+class ResponseFormat(BaseModel):
+    """Texts are not forced into a form."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+
+
+class ChatBody(Body):
+    """A conversation, of which the model writes the next message."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: NotServed = None
+    tool_choice: NotServed = None
+    functions: NotServed = None
+    function_call: NotServed = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: NotServed = None
+    prediction: NotServed = None
+    reasoning_effort: NotServed = None
+    verbosity: NotServed = None
+    web_search_options: NotServed = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: NotServed = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Any:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens say one thing: give one, or equal ones")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    def values(self) -> dict[str, Any]:
+        """What the worker reads."""
+        sampling = self.sampling(self.max_completion_tokens or self.max_tokens, self.top_logprobs or 0)
+        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        return {"messages": messages, "prompts": [], "sampling": sampling, "scored": bool(self.logprobs)}

@@ -1,0 +1,244 @@
+"""Routes of OpenAI's API: completions of the bases and of every adapter that a key may read."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
+from pydantic import Field
+from sqlalchemy import Connection, select
+from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
+
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.serve.api.access import AdaptersRead, Service, ServiceOf
+from lorafusion_jax.serve.api.completion_bodies import Body, ChatBody, CompletionBody
+from lorafusion_jax.serve.api.completion_texts import CHAT, TEXT, Shape, Written
+from lorafusion_jax.serve.api.problems import ApiError, answer_problem
+from lorafusion_jax.serve.control.completions import Completion
+from lorafusion_jax.serve.refusals import Problem, completed
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.keys import Owner
+
+MOST_MODELS = 1000  # of a list, the newest adapters
+CHECKPOINTS = "tinker://"  # before the name of what a model of the training API has saved
+PATHS = ("/v1/completions", "/v1/chat/completions")  # whose bodies are long texts
+Row = dict[str, Any]
+
+
+class OpenAIRoute(APIRoute):
+    """A route whose errors also have the keys that clients of OpenAI's API look for."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except (ApiError, LoraFusionError, RequestValidationError) as problem:
+                answer = answer_problem(request, problem)
+                body = json.loads(bytes(answer.body))
+                body["error"] |= _for_clients(body["error"])
+                headers = {key: value for key, value in answer.headers.items() if not key.startswith("content-")}
+                return JSONResponse(body, answer.status_code, headers)
+
+        return handled
+
+
+class Stream(StreamingResponse):
+    """Server-sent events that hold resources, also where the client is gone before the first one."""
+
+    def __init__(self, lines: AsyncIterator[str], resources: ExitStack):
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._resources = resources
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._resources:
+            await super().__call__(scope, receive, send)
+
+
+router = APIRouter(prefix="/v1", tags=["completions"], route_class=OpenAIRoute)
+
+
+@router.get("/models")
+def models(service: ServiceOf, owner: AdaptersRead) -> dict[str, Any]:
+    """The bases, and the newest 1000 adapters: by the name of their job, older ones of the same name by their own."""
+    bases = [_shown(name, 0, "lorafusion", name) for name in service.settings.bases]
+    with service.db.read() as connection:
+        rows = _adapters(connection, owner, limit=MOST_MODELS)
+    names: set[str] = set(service.settings.bases)
+    shown = []
+    for row in rows:
+        name = row["id"] if row["name"] in names else row["name"]
+        names.add(row["name"])
+        shown.append(_of_adapter(name, row))
+    return {"object": "list", "data": bases + shown}
+
+
+@router.get("/models/{model:path}")
+def model(model: Annotated[str, Field(max_length=1000)], service: ServiceOf, owner: AdaptersRead) -> dict[str, Any]:
+    """A base; or an adapter by its name, the name or id of its job, or the path of a checkpoint for samplers."""
+    if model in service.settings.bases:
+        return _shown(model, 0, "lorafusion", model)
+    return _of_adapter(model, _find(service, model, owner))
+
+
+@router.post("/completions", response_model=None)
+async def complete(body: CompletionBody, request: Request, service: ServiceOf, owner: AdaptersRead) -> Response:
+    """Goes on with texts or tokens. With `stream`, server-sent events that end with `[DONE]`."""
+    return await _answer(body, body.values(), TEXT, request, service, owner)
+
+
+@router.post("/chat/completions", response_model=None)
+async def chat(body: ChatBody, request: Request, service: ServiceOf, owner: AdaptersRead) -> Response:
+    """Writes the next message, with the chat template of the adapter. With `stream` as `/v1/completions`."""
+    return await _answer(body, body.values(), CHAT, request, service, owner)
+
+
+async def _answer(
+    body: Body, values: dict[str, Any], shape: Shape, request: Request, service: Service, owner: Owner
+) -> Response:
+    base, folder = await run_in_threadpool(_target, service, body.model, owner)
+    values |= {"n": body.n or 1, "stream": bool(body.stream)}
+    with ExitStack() as resources:
+        resources.enter_context(service.completions.of(owner.name))
+        completion = await _start(service, base, folder, values)
+        resources.callback(service.controller.completions.end, completion)
+        written, events = Written(shape, body.model, completion.id), _events(completion, request, service, owner)
+        first = await anext(events)
+        if "error" in first:
+            raise _failed(first["error"])
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return Stream(_lines(written, first, events, usage=usage), resources.pop_all())
+        written.take(first)
+        async for event in events:
+            if "error" in event:
+                raise _failed(event["error"])
+            written.take(event)
+        return JSONResponse(written.whole())
+
+
+async def _start(service: Service, base: str, folder: str | None, values: dict[str, Any]) -> Completion:
+    controller = service.controller
+    for group in controller.groups:
+        if controller.base_of(group) == base and controller.is_connected(group):
+            completion = await controller.completions.start(group, folder, values)
+            if completion is not None:
+                return completion
+    why = controller.not_ready or "no session of this base runs now"
+    raise ApiError(
+        503, "api.no-worker", f"nothing samples from {base} now.", why=why, fix="ask again later",
+        headers={"Retry-After": "5"},
+    )  # fmt: skip
+
+
+async def _events(completion: Completion, request: Request, service: Service, owner: Owner) -> AsyncIterator[Row]:
+    """What the worker tells, until it has told all. Ends early where the client is gone or its key is revoked."""
+    while not completion.is_done:
+        try:
+            event = await service.controller.completions.next(completion)
+        except ConnectionError:
+            event = {"error": {"code": "api.no-worker", "what": "the worker was lost."}}
+            completion.is_done = True
+        if event is not None:
+            yield event
+        elif not service.access.is_valid(owner):
+            yield {"error": {"code": "api.key", "what": "the key is not valid any more."}}
+            return
+        elif await request.is_disconnected():
+            yield {"error": {"code": "api.slow", "what": "the client is gone."}}
+            return
+
+
+async def _lines(written: Written, first: Row, events: AsyncIterator[Row], *, usage: bool) -> AsyncIterator[str]:
+    event: Row | None = first
+    while event is not None:
+        if "error" in event:
+            problem = completed(_failed(event["error"]).error, "the stream")
+            yield _line({"error": problem | _for_clients(problem)})
+            return
+        for chunk in written.chunks(event, usage=usage):
+            yield _line(chunk)
+        event = await anext(events, None)
+    yield "data: [DONE]\n\n"
+
+
+def _line(value: Row) -> str:
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+
+
+def _failed(problem: Problem) -> ApiError:
+    """The error of a completion that its worker could not write."""
+    status = {"api.internal": 500, "api.no-worker": 503, "api.key": 401, "api.slow": 408}.get(problem["code"], 422)
+    fix = problem.get("fix") or "ask again later"
+    headers = {"Retry-After": "5"} if status == 503 else None
+    more = {key: problem[key] for key in ("where", "why") if problem.get(key)}
+    return ApiError(status, problem["code"], problem["what"], fix=fix, headers=headers, **more)
+
+
+def _for_clients(problem: Problem) -> dict[str, Any]:
+    kind = "server_error" if problem["code"] in ("api.internal", "api.no-worker") else "invalid_request_error"
+    message = f"{problem['what']} {problem['why']}; {problem['fix']}"
+    return {"message": message, "type": kind, "param": problem["where"] or None}
+
+
+def _target(service: Service, name: str, owner: Owner) -> tuple[str, str | None]:
+    """Returns the base and the folder of a model."""
+    if name in service.settings.bases:
+        return name, None
+    row = _find(service, name, owner)
+    return row["base"], str(service.settings.path(row["folder"]))
+
+
+def _find(service: Service, name: str, owner: Owner) -> Row:
+    """Returns an adapter: by its id, or that of its job, or the newest of this name; or a checkpoint for samplers.
+
+    Raises:
+        ApiError: 404.
+    """
+    with service.db.read() as connection:
+        if name.startswith(CHECKPOINTS):
+            rows = _checkpoints(connection, name, owner)
+        else:
+            by_id = (t.artifacts.c.id == name) | (t.artifacts.c.job == name)
+            rows = _adapters(connection, owner, by_id, limit=1) or _adapters(
+                connection, owner, t.jobs.c.name == name, limit=1
+            )
+    if not rows:
+        fix = "a name of GET /v1/models"
+        raise ApiError(404, "api.not-found", f"there is no model {name[:200]}.", fix=fix, where="model")
+    return rows[0]
+
+
+def _adapters(connection: Connection, owner: Owner, *where: Any, limit: int) -> list[Row]:
+    """Adapters that an owner sees, the newest first."""
+    a = t.artifacts.c
+    query = select(a.id, a.job, a.owner, a.created, a.path.label("folder"), t.jobs.c.name, t.jobs.c.base)
+    query = query.join(t.jobs, t.jobs.c.id == a.job).where(*where).order_by(a.created.desc(), a.id).limit(limit)
+    query = query if owner.sees is None else query.where(a.owner == owner.sees)
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def _checkpoints(connection: Connection, path: str, owner: Owner) -> list[Row]:
+    c = t.api_checkpoints.c
+    query = select(c.path.label("id"), c.model.label("job"), c.owner, c.created, c.folder, c.name, c.base)
+    query = query.where(c.path == path, c.kind == "sampler_weights", (c.expires.is_(None)) | (c.expires > time.time()))
+    query = query if owner.sees is None else query.where(c.owner == owner.sees)
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def _of_adapter(name: str, row: Row) -> Row:
+    return _shown(name, int(row["created"]), row["owner"], row["base"]) | {"adapter": row["id"], "job": row["job"]}
+
+
+def _shown(name: str, created: int, owner: str, base: str) -> Row:
+    return {"id": name, "object": "model", "created": created, "owned_by": owner, "root": base}
