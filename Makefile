@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 LOCK := requirements.lock
 PROGRAMS := $(CURDIR)/build/test-programs   # programs that tests have compiled: a later run of the suite takes half the time
-PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # how many: tests/conftest.py; most of the time is compiling
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder   # a file's runs and programs are made once
 
 .PHONY: demo test test-loaded test-models test-peers test-oldest test-nightly lint format docs tables gpu-test ptxas lock clean
 

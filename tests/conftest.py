@@ -34,12 +34,27 @@ hypothesis.settings.register_profile("nightly", max_examples=10_000, deadline=No
 hypothesis.settings.load_profile("same_cases")
 
 LONGEST = (
-    "test_processes",
+    "test_parity",
     "test_notebooks",
-    "test_acceptance",
+    "test_package",
+    "test_against_trl",
+    "test_processes",
+    "test_generator",
+    "test_docs",
     "test_distant_stages",
     "test_session_objectives",
-    "test_package",
+    "test_quantised_base",
+    "test_experts",
+    "test_hybrid",
+    "test_mixed_kinds",
+    "test_tensor_parallel",
+    "test_objectives",
+    "test_toy_kind",
+    "test_streams",
+    "test_model_streams",
+    "test_joint_equals_alone",
+    "test_acceptance",
+    "test_layouts",
 )
 KEPT = {}  # programs of stages that runs of one module share, in order of their last use
 MOST_KEPT = 16  # each holds some megabytes of machine code
@@ -88,7 +103,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of long tests first: begun last, one of them would keep a worker busy while the others wait."""
     covered_cases.mark_covered(items)
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    items.sort(key=lambda item: (LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)))
 
 
 def pytest_collection_finish() -> None:
