@@ -173,8 +173,12 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 # Keys that change nothing at these values, and are refused at others.
 OFF = (None, False, 0, 0.0, "none", [], {})
-SWITCHES = frozenset((
+DROPOUTS = (
     "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "residual_dropout", "hidden_dropout",
+    "embedding_dropout",
+)  # fmt: skip
+SWITCHES = frozenset((
+    *DROPOUTS,
     "chunk_size_feed_forward", "add_cross_attention", "is_decoder", "is_encoder_decoder", "cross_attention_hidden_size",
     "tie_encoder_decoder", "pruned_heads", "sparsity_config", "use_bidirectional_attention", "num_experts",
     "num_local_experts", "per_layer_config", "output_router_logits", "router_jitter_noise",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lorafusion_jax.families.agreement import contradictions, outside_text
-from lorafusion_jax.families.hf_config import HFConfig, parse_part, shortened, unread_keys
+from lorafusion_jax.families.hf_config import DROPOUTS, OFF, HFConfig, parse_part, shortened, unread_keys
 from lorafusion_jax.families.mlp import Activation
 from lorafusion_jax.families.multimodal import OF_ROOT, SHARED, TEXT, UNCAPPED, text_part
 from lorafusion_jax.families.pattern import LayerType, read_pattern
@@ -156,13 +156,15 @@ def _missing(hf: HFConfig, family: Family, malformed: list[str]) -> list[str]:
 
 
 def _refuse_unread(raw: dict[str, Any], family: Family, unsupported: list[str]) -> None:
-    unread = unread_keys(raw, family.read_keys, {*family.known, *family.dropouts})
+    unread = unread_keys(raw, family.read_keys, {*family.known, *family.dropouts, *DROPOUTS})
     unsupported += [f"{key}: this key is not read, and it may change what the model computes" for key in unread]
 
 
 def _dropouts(raw: Mapping[str, Any], family: Family, malformed: list[str]) -> tuple[tuple[str, float], ...]:
     """Dropout inside the base, which is not applied."""
-    rates = {key: default if raw.get(key) is None else raw[key] for key, default in family.dropouts.items()}
+    defaults = dict.fromkeys(DROPOUTS, 0.0) | family.dropouts
+    rates = {key: default if raw.get(key) is None else raw[key] for key, default in defaults.items()}
+    rates = {key: rate for key, rate in rates.items() if key in family.dropouts or rate not in OFF}
     wrong = [key for key, rate in rates.items() if type(rate) not in (int, float) or not 0 <= rate < 1]
     malformed += [f"{key}={shortened(rates[key])} is not a number from 0 to 1" for key in wrong]
     return tuple((key, float(rate)) for key, rate in rates.items() if key not in wrong)

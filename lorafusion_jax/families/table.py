@@ -44,8 +44,8 @@ class Family:
         keys: a key of this family's config.json → transformers' spelling, e.g. {"n_embd": "hidden_size"}. These keys
             are read.
         known: keys of config.json that do not change the computation.
-        dropouts: keys of dropout inside the base, each with its value where config.json does not have it. It is not
-            applied, and a note says so.
+        dropouts: keys of dropout inside the base whose value is not 0 where config.json does not have them. It is
+            not applied, as what other keys of `hf_config.DROPOUTS` say, and a note says so.
         meant: values that stand for others in this family, by key.
         fields: fields of `ModelConfig` that all models of the family have in common, e.g. {"norms": "sandwich"}. An
             embedding_scale of "sqrt" is the root of the model's width.
@@ -464,7 +464,7 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family(
         architectures=("HunYuanDenseV1ForCausalLM",), fields={"qk_norm": True, "turned_norm": True},
         reads={"attention_bias": False, "rms_norm_eps": 1e-5},
-        dropouts={"attention_dropout": 0.0}, known=_OF_HUNYUAN,
+        known=_OF_HUNYUAN,
         known_of_rope=("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
         modules={"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
     ),
@@ -582,7 +582,6 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None, "use_bias": True,
             "tie_word_embeddings": True,
         },
-        dropouts={"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
         known=(
             "activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "mlp_type", "norm_type",
             "scale_attention_softmax_in_fp32", "scale_attn_weights",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,18 @@ def test_dropout_of_seed_oss_is_known_and_its_rates_are_checked():
     assert ModelConfig.from_hf(raw | {"residual_dropout": 0}).dropouts == (published[0], ("residual_dropout", 0.0))
     with pytest.raises(CheckpointError, match=r"attention_dropout=1\.5 is not a number from 0 to 1"):
         ModelConfig.from_hf(raw | {"attention_dropout": 1.5})
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_dropout_inside_a_base_is_left_out_and_kept_in_its_file(name):
+    """People fine-tune such bases with PEFT and other rates; a note says that ours are 0."""
+    raw = SERVED[name]
+    text = raw.get("text_config", raw)
+    plain = ModelConfig.from_hf(raw)
+    changed = raw | ({"text_config": text | {"resid_pdrop": 0.2}} if text is not raw else {"resid_pdrop": 0.2})
+    config = ModelConfig.from_hf(changed)
+    assert dict(config.dropouts) == {**dict(plain.dropouts), "resid_pdrop": 0.2}
+    assert replace(config, dropouts=plain.dropouts) == plain
 
 
 GEMMA_4 = {
