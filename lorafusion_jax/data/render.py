@@ -14,7 +14,7 @@ import numpy as np
 
 from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.rows import Rows
-from lorafusion_jax.data.template.chat import ChatTemplate
+from lorafusion_jax.data.template.chat import ChatTemplate, parse_arguments, quoted_arguments
 from lorafusion_jax.data.template.compiled import TemplateLimit, TemplateProblem
 from lorafusion_jax.data.template.conversation import REASONING, Rendered
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
@@ -53,7 +53,8 @@ def encode_examples(
         chats = [_as_chat(example) for example in examples]
         rendered = _render_all(chats, template if ends else replace(template, stops=()), rows, adapter, loss)
         samples, twice = _end_once(tokenizer.encode_rendered(rendered), tokenizer, rows)
-        notes = (*_omissions(rendered, rows), *_ends(rendered, rows, template), *_unread_keys(chats, template), *twice)
+        of_rows = (*_omissions(rendered, rows), *_quoted(chats, rendered, rows), *_ends(rendered, rows, template))
+        notes = (*of_rows, *_unread_keys(chats, template), *twice)
         return EncodedRows(samples=samples, notes=notes)
     chatting = [row for row, example in enumerate(examples) if isinstance(example, Chat)]
     if chatting:
@@ -141,6 +142,21 @@ def _omissions(rendered: Sequence[Rendered], rows: Rows) -> list[str]:
             f"rows, first {rows.locate(tools[0])}"
         )
     return notes
+
+
+def _quoted(chats: Sequence[Chat], rendered: Sequence[Rendered], rows: Rows) -> list[str]:
+    """Returns a note on calls whose arguments are learned as a quoted text."""
+    quoted = [
+        row
+        for row, (chat, sample) in enumerate(zip(chats, rendered, strict=True))
+        if quoted_arguments([parse_arguments(message) for message in chat.messages], sample.text)
+    ]
+    if not quoted:
+        return []
+    return [
+        f"[data.quoted-arguments] {len(quoted)} of {len(rendered)} rows have calls whose arguments are a text that is "
+        f"no JSON object, first {rows.locate(quoted[0])}: the chat template writes it in quotes"
+    ]
 
 
 def _ends(rendered: Sequence[Rendered], rows: Rows, template: ChatTemplate) -> list[str]:

@@ -219,6 +219,19 @@ def test_calls_of_tools_are_learned(load, tools_tokenizer, message):
     assert "<|tool|>sunny" in text_of(samples, tools_tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "learned_as"),
+    [("  ", "{}"), (json.dumps('{"n": [1]}'), '{"n": [1]}'), ("[1]", '"[1]"'), ("city=Rome", '"city=Rome"')],
+)
+def test_arguments_of_calls_that_are_texts(load, tools_tokenizer, arguments, learned_as):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    rows = [{"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]}]
+    samples = load(rows, tokenizer=tools_tokenizer)
+    assert learned(samples, tools_tokenizer) == [f"[f {learned_as}]<|end|>"]
+    notes = [note for note in samples.report.notes if note.startswith("[data.quoted-arguments] 1 of 1 rows")]
+    assert bool(notes) == learned_as.startswith('"')
+
+
 def test_a_call_that_is_no_json_is_refused(load):
     assert "calls a function" in refused(load, {"messages": [ASK, {"from": "function_call", "value": "x()"}]}).why
 

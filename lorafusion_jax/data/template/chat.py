@@ -143,7 +143,7 @@ class ChatTemplate:
         OpenAI writes arguments as JSON texts. Where a template fails on these, or writes them as quoted JSON, they are
         parsed; other templates write the texts as they are.
         """
-        parsed = [_parse_arguments(message) for message in messages]
+        parsed = [parse_arguments(message) for message in messages]
         if parsed == list(messages):
             return messages
         try:
@@ -152,9 +152,7 @@ class ChatTemplate:
             raise
         except TemplateProblem:
             return parsed
-        arguments = [call.get("function", {}).get("arguments") for call in _calls(messages)]
-        quoted = [json.dumps(value, ensure_ascii=escapes) for value in arguments for escapes in (True, False)]
-        return parsed if any(value in text for value in quoted if value.startswith('"')) else messages
+        return parsed if quoted_arguments(messages, text) else messages
 
     def _ended(self, rendered: Rendered, messages: Sequence[dict]) -> Rendered:
         """Lets a text whose last answer is learned end as `end_answers` says."""
@@ -196,22 +194,40 @@ class ChatTemplate:
         raise last
 
 
-def _parse_arguments(message: dict) -> dict:
+def parse_arguments(message: dict) -> dict:
     """Returns a message whose calls have their arguments as objects; OpenAI writes them as JSON texts."""
 
     def parsed(call: Any) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
-        try:
-            value = json.loads(arguments) if isinstance(arguments, str) else None
-        except (ValueError, RecursionError):
-            return call
-        if not isinstance(function, dict) or not isinstance(value, dict):
+        value = _object_in(arguments) if isinstance(arguments, str) else None
+        if not isinstance(function, dict) or value is None:
             return call
         return call | {"function": function | {"arguments": value}}
 
     calls = message.get("tool_calls")
     return message | {"tool_calls": [parsed(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _object_in(arguments: str) -> dict | None:
+    """Returns the object of a JSON text, which may be encoded twice; an empty text is a call without arguments."""
+    value: Any = arguments if arguments.strip() else "{}"
+    for _ in range(2):
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, dict) else None
+
+
+def quoted_arguments(messages: Sequence[dict], text: str) -> list[str]:
+    """Returns the arguments of calls that are texts, and stand as quoted JSON in what a template wrote."""
+    arguments = [call["function"].get("arguments") for call in _calls(messages)]
+    return [
+        value
+        for value in arguments
+        if isinstance(value, str) and any(json.dumps(value, ensure_ascii=escapes) in text for escapes in (True, False))
+    ]
 
 
 def _calls(messages: Sequence[dict]) -> list[dict]:
