@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.checkpoint.base_files import WHOLE_BYTES
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
-from lorafusion_jax.families.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig, is_ignored
 from lorafusion_jax.families.multimodal import stored_names
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import EXPERTS
@@ -84,7 +84,7 @@ def has_weights(directory: Path) -> bool:
 def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionError]:
     """Finds names and shapes in the headers of the weights that are not those of config.json; none without weights.
 
-    Kernels of experts and shapes of quantised ones are checked where they are loaded, and so are tensors too many.
+    Kernels of experts and shapes of quantised ones are checked where they are loaded.
     """
     if not has_weights(directory):
         return []
@@ -121,6 +121,9 @@ def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionErro
         if names[name] not in stored
         or (shape is not None and (shape != shapes[names[name]] or types[names[name]] not in FLOATS))
     ]  # fmt: skip
+    text = {*stored} - {*stored_names(expected, stored)[1]} if config.wrapper else {*stored}
+    extra = sorted(name for name in text - {*names.values()} if not (is_ignored(name, config) or _later(name, config)))
+    problems += [f"not of this model: {name} {list(shapes[name])}" for name in extra]
     if not problems:
         return []
     return [
@@ -131,6 +134,12 @@ def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionErro
             fix="use the config.json and the weights of the same model",
         )
     ]
+
+
+def _later(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is one that is checked where it is loaded."""
+    module = family_named(config.family).expert_names[0].partition(".")[0]
+    return bool(config.checkpoint_format) or (config.experts is not None and f".{module}." in name)
 
 
 def _listed_files(directory: Path) -> list[Path]:

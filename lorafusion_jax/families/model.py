@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -31,10 +32,13 @@ from lorafusion_jax.families.per_layer_input import MIX, MIX_NORM, TABLE, PerLay
 from lorafusion_jax.families.read import translate
 from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.short_convolution import ShortConvolution
-from lorafusion_jax.families.table import known_models
+from lorafusion_jax.families.table import PREDICTORS, family_named, known_models
 from lorafusion_jax.families.write import config_json
 from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, WIDE_MLP, Half, Linear, saved_path
 from lorafusion_jax.readable import SETTINGS, read_text
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\..+")
+_KEYS = re.compile(r"(?:.+\.)?layers\.(\d{1,6})\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..+")
 
 
 @dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
@@ -406,6 +410,28 @@ class ModelConfig:
         scalings = [rope.scaling for rope in self.ropes]
         factors = [scaling.factor if scaling and scaling.kind == "linear" else 1 for scaling in scalings]
         return int(self.max_positions * min(factors, default=1))
+
+
+def is_ignored(name: str, config: ModelConfig) -> bool:
+    """Whether the decoder ignores this tensor of a checkpoint, such as a table that can be computed."""
+    family = family_named(config.family)
+    layer = _LAYER.fullmatch(name)
+    return (
+        _is_unread_key(name, config)
+        or bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name))
+        or (config.tie_embeddings and name == family.tensor_name("lm_head.weight"))
+        or (layer is not None and int(layer[1]) >= config.num_layers and PREDICTORS[0] in family.known)
+        or name.startswith(family.ignored)
+    )
+
+
+def _is_unread_key(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor makes keys or values in a layer that reads those of another; published files have some."""
+    inside = _KEYS.fullmatch(name)
+    if inside is None or int(inside[1]) >= config.num_layers:
+        return False
+    attention = config.layer(int(inside[1])).attention
+    return isinstance(attention, Attention) and attention.reads
 
 
 @lru_cache(maxsize=16)  # of which the layers are described once

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
 
-from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.families.table import PREDICTORS, Family, family_named
+from lorafusion_jax.families.table import Family, family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.models.decoder import Decoder
 from lorafusion_jax.models.expert_files import Part, expert_parts
@@ -81,29 +79,3 @@ def _tensor(path: Path, shape: tuple[int, ...], family: Family, config: ModelCon
 
 def _is_float32(config: ModelConfig, number: int, path: str) -> bool:
     return any(array.float32 and array.path == path for array in config.layer(number).arrays)
-
-
-_LAYER = re.compile(r"model\.layers\.(\d{1,6})\..+")
-_KEYS = re.compile(r"(?:.+\.)?layers\.(\d{1,6})\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..+")
-
-
-def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether the decoder ignores this tensor of a checkpoint, such as a table that can be computed."""
-    family = family_named(config.family)
-    layer = _LAYER.fullmatch(name)
-    return (
-        _is_unread_key(name, config)
-        or bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name))
-        or (config.tie_embeddings and name == family.tensor_name("lm_head.weight"))
-        or (layer is not None and int(layer[1]) >= config.num_layers and PREDICTORS[0] in family.known)
-        or name.startswith(family.ignored)
-    )
-
-
-def _is_unread_key(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor makes keys or values in a layer that reads those of another; published files have some."""
-    inside = _KEYS.fullmatch(name)
-    if inside is None or int(inside[1]) >= config.num_layers:
-        return False
-    attention = config.layer(int(inside[1])).attention
-    return isinstance(attention, Attention) and attention.reads

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.families.model import ModelConfig
+from lorafusion_jax.families.model import ModelConfig, is_ignored
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.models.checkpoint import Stored
-from lorafusion_jax.models.naming import is_ignored
 from lorafusion_jax.weights.checkpoint_formats import FLOATS, TensorSpec
 
 

@@ -73,6 +73,10 @@ BROKEN = {
         lambda folder: rewrite(folder, lambda tensors: tensors | {NORM: tensors[NORM].astype("int32")}),
         "model.tensors-differ",
     ),
+    "a bias too many": (
+        lambda folder: rewrite(folder, lambda tensors: tensors | {HEAD.replace("weight", "bias"): tensors[NORM]}),
+        "model.tensors-differ",
+    ),
     "half of a download": (lambda folder: cut(folder, 0.5), "model.broken-file"),
     "a header that is cut": (lambda folder: cut(folder, 1e-5), "model.broken-file"),
     "another vocabulary": (lambda folder: configured(folder, vocab_size=4096), "model.tensors-differ"),

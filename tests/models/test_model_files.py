@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from make_golden import GOLDEN
+from make_golden import CASES, GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.checkpoint.base_weights import header_problems
 from lorafusion_jax.errors import CheckpointError, ErrorList, RunError
 from lorafusion_jax.models import Decoder, ModelConfig, Segments, load_decoder, loading, save_decoder
 
@@ -251,3 +252,8 @@ def test_a_model_takes_one_text_without_positions_and_segments(case):
     np.testing.assert_array_equal(model(tokens), packed)
     with pytest.raises(ValueError, match="belong together"):
         model(tokens, jnp.arange(5))
+
+
+def test_the_headers_of_every_kind_of_model_pass_before_they_are_loaded():
+    problems = {case: header_problems(GOLDEN / case, ModelConfig.from_hf(GOLDEN / case)) for case in CASES}
+    assert {case: [str(problem) for problem in listed] for case, listed in problems.items() if listed} == {}
