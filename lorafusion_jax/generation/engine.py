@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
+import jax
 import numpy as np
 
-from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError, raise_all
-from lorafusion_jax.families.model import ModelConfig
+from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.generation.blocks import BlockPool
-from lorafusion_jax.generation.choose import NOT_FINITE, Choices, Chosen, Edits
-from lorafusion_jax.generation.packing import BASE, NOWHERE, Prompt, bucket, pack_prompts, power_of_two
-from lorafusion_jax.generation.passes import Passes, RowSettings
+from lorafusion_jax.generation.capacity import blocks_that_fit
+from lorafusion_jax.generation.choose import NOT_FINITE, Chosen
+from lorafusion_jax.generation.packing import (
+    BASE,
+    NOWHERE,
+    Prompt,
+    PromptPass,
+    bucket,
+    pack_prompts,
+    power_of_two,
+)
+from lorafusion_jax.generation.passes import Passes
 from lorafusion_jax.generation.programs import GenerationPrograms, Position
-from lorafusion_jax.generation.sampling import GREEDY, MODES, Sampling
+from lorafusion_jax.generation.requests import Answer, Listing, Request, check_requests, first_scored, turned_lengths
+from lorafusion_jax.generation.row_settings import row_settings
 from lorafusion_jax.generation.schedule import Admission, Running, Scheduler, order_copies
 from lorafusion_jax.generation.slots import Sampler, SlotTable
 from lorafusion_jax.models.cache import BLOCK
@@ -28,68 +38,22 @@ STEPS = 8  # passes between two looks at their tokens
 SLOTS = 16  # adapters that run at a time
 PROMPT_TOKENS = 8192  # that are read before others get their next tokens
 FEWEST_ROWS = 8
-SHARE_OF_MEMORY = 0.8  # of what a device has left, for blocks
-WITHOUT_LIMIT = 2**31  # bytes of blocks where a device does not say what it has left
-
-type End = Literal["stop", "length", "context", "cancelled", "error"]
-type Listing = list[tuple[int, float]]  # tokens and their log p, most probable first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt for one adapter.
-
-    Args:
-        tokens: the prompt.
-        sampler: of the engine; None: `adapter` says which.
-        adapter: index, or `BASE`, for a `Generator`.
-        where: name of the prompt in messages.
-    """
-
-    tokens: Sequence[int]
-    sampler: Sampler | None = None
-    adapter: int = BASE
-    sampling: Sampling = GREEDY
-    where: str = "the prompt"
-
-
-@dataclass(slots=True, kw_only=True)
-class Answer:
-    """Tokens that were generated for a request, without the token that ended them.
-
-    log p is that under the adapter: without temperature, edits and filters.
+class Issued:
+    """Passes that the devices run, or have run: nobody has looked at their tokens.
 
     Attributes:
-        logprobs: log p of each token.
-        end: "stop": a stop token or text; "length": `max_tokens`; "context": the model's last position; "cancelled";
-            "error"; None while tokens are still to come.
-        end_token, end_logprob: the stop token that ended them, and its log p; None if none did.
-        listed: the most probable tokens at each drawn one, the one that ended them included.
-        prompt_logprobs: of each token of the prompt; None for the first, and for those that nobody asked for.
-        prompt_listed, prompt_targets: the same for its most probable tokens, and for `Sampling.prompt_targets`.
-        error: why there is no more.
+        owners: of the rows: sequence and answer.
+        chosen: of each pass.
+        prompts, scores: of passes that read prompts.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    end: End | None = None
-    end_token: int | None = None
-    end_logprob: float | None = None
-    listed: list[Listing] = field(default_factory=list)
-    prompt_logprobs: list[float | None] = field(default_factory=list)
-    prompt_listed: list[Listing | None] = field(default_factory=list)
-    prompt_targets: list[list[float | None] | None] = field(default_factory=list)
-    error: LoraFusionError | None = None
-
-    @property
-    def drawn_tokens(self) -> list[int]:
-        """All drawn tokens, the one that ended the answer included."""
-        return [*self.tokens, *(() if self.end_token is None else (self.end_token,))]
-
-    @property
-    def drawn_logprobs(self) -> list[float]:
-        """log p of `drawn_tokens`."""
-        return [*self.logprobs, *(() if self.end_logprob is None else (self.end_logprob,))]
+    owners: dict[int, tuple[Running, Answer]]
+    chosen: list[Chosen]
+    prompts: Sequence[PromptPass] = ()
+    scores: Sequence[Any] = ()
 
 
 class Engine:
@@ -136,6 +100,7 @@ class Engine:
         self._sizes: set[int] = set()  # of decoding passes and of their tables, as far as programs are compiled
         self._widths: set[int] = set()
         self._finished: list[Answer] = []  # without a pass
+        self._issued: list[Issued] = []
 
     def snapshot(self, adapter: int) -> Sampler:
         """Copies the weights that an adapter has now. Later steps do not change the copy."""
@@ -158,7 +123,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether requests wait or run."""
-        return bool(self._scheduler.busy or self._finished)
+        return bool(self._scheduler.busy or self._finished or self._issued)
 
     def submit(self, request: Request) -> Answer:
         """Lets a request wait for its turn. `step` fills the answer.
@@ -185,7 +150,7 @@ class Engine:
         stops = self._stop_tokens if sampling.stop_tokens is None else frozenset(sampling.stop_tokens)
         special = [self._special_texts[text] for text in sampling.stop if text in self._special_texts]
         # States are of the end of a sequence only, and longrope turns the keys of long sequences otherwise.
-        findable = not self._has_states and all(len(request.tokens) <= most for most in _turned(self.model))
+        findable = not self._has_states and all(len(request.tokens) <= most for most in turned_lengths(self.model))
         sequence = Running(
             tokens=[*map(int, request.tokens)],
             most=total,
@@ -214,17 +179,39 @@ class Engine:
                 self._slots.end(self._sampler(sequence))
 
     def step(self) -> list[Answer]:
-        """Starts requests that wait, and runs some passes. Returns the answers that have grown or ended."""
+        """Starts requests that wait, and issues some passes. Returns the answers that have grown or ended.
+
+        The devices run them while the host looks at the tokens of the passes before: rows that have ended there run in
+        vain for one more call.
+        """
         grown, self._finished = self._finished, []
+        before, self._issued = self._issued, []
+        if self._counts_tokens or not self._scheduler.can_reserve(self.steps):
+            grown += self._look(before)
+            before = []
         if not self._scheduler.reserve(self.steps):
             admissions = self._scheduler.admit(self.steps, PROMPT_TOKENS)
             if admissions:
-                grown += self._read(admissions)
-        running = self._scheduler.running
-        if running:
-            left = max(sequence.most - len(sequence.tokens) for sequence in running.values())
-            grown += self._continue(min(self.steps, left))
+                self._read(admissions)
+        if self._issued and self._counts_tokens:
+            grown += self._look([*before, *self._issued])
+            before, self._issued = [], []
+        going = [sequence for sequence in self._scheduler.running.values() if sequence.length < sequence.most]
+        if going:
+            self._continue(going, min(self.steps, max(sequence.most - sequence.length for sequence in going)))
+        grown += self._look(before)
         return list({id(answer): answer for answer in grown}.values())
+
+    @property
+    def _counts_tokens(self) -> bool:
+        """Whether the next passes depend on all tokens before them: penalties count them."""
+        sequences = self._scheduler.running.values()
+        return any(sequence.request[0].sampling.repetition_penalty != 1 for sequence in sequences)
+
+    @property
+    def newest(self) -> Any:
+        """The newest tokens of all rows, once all issued passes have run."""
+        return self._passes.newest
 
     @property
     def num_running(self) -> int:
@@ -234,7 +221,7 @@ class Engine:
     @property
     def num_cached(self) -> int:
         """Tokens of running sequences."""
-        return sum(len(sequence.tokens) for sequence in self._scheduler.running.values())
+        return sum(sequence.length for sequence in self._scheduler.running.values())
 
     @property
     def _has_states(self) -> bool:
@@ -249,8 +236,8 @@ class Engine:
     def _sampler(self, sequence: Running) -> Sampler:
         return sequence.request[0].sampler or self.base
 
-    def _read(self, admissions: Sequence[Admission]) -> list[Answer]:
-        """Reads prompts and takes the token after each."""
+    def _read(self, admissions: Sequence[Admission]) -> None:
+        """Reads prompts and chooses the token after each."""
         others: dict[int, list[int]] = {}
         for admission in admissions:
             if admission.leader is not None:
@@ -261,18 +248,16 @@ class Engine:
             if admission.leader is None
         ]
         sequences = [admission.sequence for admission in admissions]
-        passes = pack_prompts(prompts, self._num_rows(sequences), BLOCK)
-        chosen, scores = self._passes.read_prompts(passes, self._settings(sequences))
+        B = self._num_rows(sequences)
+        passes = pack_prompts(prompts, B, BLOCK)
+        chosen, scores = self._passes.read_prompts(passes, row_settings(sequences, B))
         blocks, rows = order_copies(admissions, BLOCK)
         if rows and (blocks or self._has_states):
             self._passes.copy(_pairs(blocks), _pairs(rows))
-        for prompts_of_pass, results in zip(passes, scores, strict=True):
-            self._take_scores(prompts_of_pass, results)
-        return self._take(sequences, [chosen])
+        self._issue(sequences, [chosen], prompts=passes, scores=scores)
 
-    def _continue(self, steps: int) -> list[Answer]:
-        """Runs the next tokens of all running sequences."""
-        sequences = list(self._scheduler.running.values())
+    def _continue(self, sequences: Sequence[Running], steps: int) -> None:
+        """Runs the next tokens of sequences."""
         B, widest = self._num_rows(sequences), self.pool.blocks_of(max(sequence.most for sequence in sequences))
         at = Position(
             np.full(B, -1, np.int32), np.zeros(B, np.int32), np.full(B, BASE, np.int32),
@@ -280,70 +265,60 @@ class Engine:
         )  # fmt: skip
         for sequence in sequences:
             row, blocks = sequence.row, sequence.blocks
-            at.position_B[row], at.limit_B[row] = len(sequence.tokens) - 1, len(blocks) * BLOCK
+            at.position_B[row], at.limit_B[row] = sequence.length - 1, len(blocks) * BLOCK
             at.slot_B[row], at.tables_BM[row, : len(blocks)] = sequence.slot, blocks
-        chosen = self._passes.next_tokens(steps, at, self._settings(sequences))
+        chosen = self._passes.next_tokens(steps, at, row_settings(sequences, B))
         for sequence in sequences:
-            sequence.stored = min(len(sequence.tokens) - 1 + steps, len(sequence.blocks) * BLOCK)
-        return self._take(sequences, chosen)
+            sequence.stored = min(sequence.length - 1 + steps, len(sequence.blocks) * BLOCK)
+        self._issue(sequences, chosen)
+
+    def _issue(self, sequences: Sequence[Running], chosen: list[Chosen], **prompts: Any) -> None:
+        """Notes passes that the devices run."""
+        for sequence in sequences:
+            sequence.ahead += len(chosen)
+        owners = {sequence.row: (sequence, sequence.request[1]) for sequence in sequences}
+        self._issued.append(Issued(owners=owners, chosen=chosen, **prompts))
 
     def _num_rows(self, sequences: Sequence[Running]) -> int:
         """Rows of a pass: a size that is compiled already, if one fits."""
         needed = 1 + max(sequence.row for sequence in sequences)
         return _compiled(self._sizes, needed, max(power_of_two(needed), FEWEST_ROWS), NOWHERE)
 
-    def _settings(self, sequences: Sequence[Running]) -> RowSettings:
-        """How the next tokens of some sequences are chosen."""
-        B = self._num_rows(sequences)
-        zeros, ones = np.zeros(B, np.float32), np.ones(B, np.float32)
-        choices = Choices(zeros.copy(), np.zeros(B, np.int32), ones.copy(), zeros.copy(), np.zeros((B, 2), np.uint32))
-        tokens, number, slot = np.zeros(B, np.int32), np.zeros(B, np.int32), np.full(B, BASE, np.int32)
-        for sequence in sequences:
-            request, _ = sequence.request
-            row, sampling = sequence.row, request.sampling
-            tokens[row], slot[row] = sequence.tokens[-1], sequence.slot
-            number[row] = len(sequence.tokens) - len(request.tokens)
-            seed = (sampling.seed >> 32, sampling.seed & 0xFFFFFFFF)
-            settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed)
-            for values, value in zip(choices, settings, strict=True):
-                values[row] = value
-        samplings = [sequence.request[0].sampling for sequence in sequences]
-        most = max(sampling.logprobs for sampling in samplings)
-        edited = any(sampling.edits for sampling in samplings)
-        return RowSettings(
-            tokens_B=tokens,
-            number_B=number,
-            slot_B=slot,
-            choices=choices,
-            mode=max((sampling.mode for sampling in samplings), key=MODES.index),
-            listed=power_of_two(most) if most else 0,
-            **(_edits(sequences, B) if edited else {}),
-        )
-
-    def _take(self, sequences: Sequence[Running], chosen: Sequence[Chosen]) -> list[Answer]:
+    def _look(self, issued: Sequence[Issued]) -> list[Answer]:
         """Adds tokens to answers, and takes out the sequences that end."""
-        tokens, logprobs = (
-            np.stack([getattr(step, name) for step in chosen], 1).tolist() for name in ("tokens_B", "logprobs_B")
-        )
         grown = []
-        for sequence in sequences:
-            request, answer = sequence.request
-            row, wanted = sequence.row, request.sampling.logprobs
-            for number, pair in enumerate(zip(tokens[row], logprobs[row], strict=True)):
-                if wanted and request.sampling.max_tokens:
-                    answer.listed.append(_listing(chosen[number].listed, row, wanted))
-                if self._ended(sequence, *pair):
-                    break
-            grown.append(answer)
-            if answer.error is not None:
-                self.pool.forget(sequence.blocks)
-                sequence.findable = False
-            if answer.end is not None:
-                self._scheduler.remove(sequence)
-                self._slots.end(self._sampler(sequence))
-            else:
-                self._scheduler.remember(sequence)
+        for passes, (chosen, scores) in zip(
+            issued, jax.device_get([(p.chosen, p.scores) for p in issued]), strict=True
+        ):
+            for prompts, of_pass in zip(passes.prompts, scores, strict=True):
+                _take_scores(passes, prompts, of_pass)
+            tokens, logprobs = (
+                np.stack([getattr(step, name) for step in chosen], 1).tolist() for name in ("tokens_B", "logprobs_B")
+            )
+            for row, (sequence, answer) in passes.owners.items():
+                if answer.end is None:  # others have ended before these passes
+                    sequence.ahead -= len(chosen)
+                    self._take(sequence, row, list(zip(tokens[row], logprobs[row], strict=True)), chosen)
+                    grown.append(answer)
         return grown
+
+    def _take(self, sequence: Running, row: int, pairs: Sequence[Any], chosen: Sequence[Chosen]) -> None:
+        """Adds the tokens of passes to the answer of a sequence."""
+        request, answer = sequence.request
+        wanted = request.sampling.logprobs
+        for number, pair in enumerate(pairs):
+            if wanted and request.sampling.max_tokens:
+                answer.listed.append(_listing(chosen[number].listed, row, wanted))
+            if self._ended(sequence, *pair):
+                break
+        if answer.error is not None:
+            self.pool.forget(sequence.blocks)
+            sequence.findable = False
+        if answer.end is not None:
+            self._scheduler.remove(sequence)
+            self._slots.end(self._sampler(sequence))
+        else:
+            self._scheduler.remember(sequence)
 
     def _ended(self, sequence: Running, token: int, logprob: float) -> bool:
         """Adds a token to an answer. Returns whether this ends the answer."""
@@ -368,32 +343,6 @@ class Engine:
     def _not_finite(self, sequence: Running) -> RunError:
         message = f"{self._sampler(sequence).name}: the logits of a token are not numbers."
         return RunError("generate.not-finite", message, where=sequence.request[0].where)
-
-    def _take_scores(self, prompts: Any, results: Sequence[Any]) -> None:
-        """Puts log p of tokens of prompts into answers."""
-        if prompts.scored is None:
-            return
-        logprobs_Wk = np.concatenate([logprobs for logprobs, _ in results])
-        answers = {row: sequence.request for row, sequence in self._scheduler.running.items()}
-        for number, (row, index) in enumerate(prompts.scored.owners):
-            request, answer = answers[row]
-            answer.prompt_logprobs[index] = float(logprobs_Wk[number, 0])
-            targets = request.sampling.prompt_targets
-            ids = targets[index] if index < len(targets) else ()
-            answer.prompt_targets[index] = [
-                float(value) if token >= 0 else None for token, value in zip(ids, logprobs_Wk[number, 1:], strict=False)
-            ]
-            if wanted := request.sampling.prompt_logprobs:
-                part, within = divmod(number, len(results[0][0]))
-                answer.prompt_listed[index] = _listing(results[part][1], within, wanted)
-
-
-def first_scored(request: Request) -> int | None:
-    """Index of the first token of a prompt that gets log p; None: none does."""
-    sampling, length = request.sampling, len(request.tokens)
-    if sampling.prompt_logprobs is None:
-        return None
-    return max(1, length - (sampling.prompt_last or length))
 
 
 def _prompt_of(admission: Admission, others: tuple[int, ...]) -> Prompt:
@@ -427,102 +376,23 @@ def _pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
     return numbers
 
 
-def _edits(sequences: Sequence[Running], rows: int) -> dict[str, Any]:
-    """The edits of some sequences, and the tokens that their penalties count."""
-    samplings = {sequence.row: sequence.request[0].sampling for sequence in sequences}
-    allowed = {row: sampling.allowed_tokens or () for row, sampling in samplings.items()}
-    biases = {row: tuple(sampling.logit_bias.items()) for row, sampling in samplings.items()}
-    seen = {s.row: s.tokens if samplings[s.row].repetition_penalty != 1 else () for s in sequences}
-
-    def table(lists: Mapping[int, Sequence[Any]], fill: Any, dtype: Any) -> np.ndarray:
-        array = np.full((rows, power_of_two(max(map(len, lists.values())))), fill, dtype)
-        for row, values in lists.items():
-            array[row, : len(values)] = values
-        return array
-
-    penalty, only = np.ones(rows, np.float32), np.zeros(rows, bool)
-    for row, sampling in samplings.items():
-        penalty[row], only[row] = sampling.repetition_penalty, sampling.allowed_tokens is not None
-    none: Any = None
-    edits = Edits(
-        penalty, none, only, table(allowed, -1, np.int32),
-        table({row: [token for token, _ in bias] for row, bias in biases.items()}, -1, np.int32),
-        table({row: [value for _, value in bias] for row, bias in biases.items()}, 0.0, np.float32),
-    )  # fmt: skip
-    return {"edits": edits, "seen_BL": table(seen, -1, np.int32)}
+def _take_scores(passes: Issued, prompts: PromptPass, results: Sequence[Any]) -> None:
+    """Puts log p of tokens of prompts into answers."""
+    if prompts.scored is None:
+        return
+    logprobs_Wk = np.concatenate([logprobs for logprobs, _ in results])
+    for number, (row, index) in enumerate(prompts.scored.owners):
+        request, answer = passes.owners[row][0].request
+        answer.prompt_logprobs[index] = float(logprobs_Wk[number, 0])
+        targets = request.sampling.prompt_targets
+        ids = targets[index] if index < len(targets) else ()
+        answer.prompt_targets[index] = [
+            float(value) if token >= 0 else None for token, value in zip(ids, logprobs_Wk[number, 1:], strict=False)
+        ]
+        if wanted := request.sampling.prompt_logprobs:
+            part, within = divmod(number, len(results[0][0]))
+            answer.prompt_listed[index] = _listing(results[part][1], within, wanted)
 
 
 def _listing(listed: Any, row: int, wanted: int) -> Listing:
     return list(zip(listed.tokens_Bk[row, :wanted].tolist(), listed.logprobs_Bk[row, :wanted].tolist(), strict=True))
-
-
-def block_bytes(stages: Sequence[Stage]) -> int:
-    """Bytes of a block in all layers of the fullest stage."""
-    return max(_block_bytes(stage) for stage in stages)
-
-
-def _block_bytes(stage: Stage) -> int:
-    size = np.dtype(stage.parts.dtype).itemsize
-    layers = [stage.parts.model.layer(piece.layer) for piece in stage.extent.pieces if piece.half != "mlp"]
-    return BLOCK * size * sum(int(np.prod(shape)) for layer in layers for shape in layer.row_shapes.values())
-
-
-def blocks_that_fit(stages: Sequence[Stage], *, beside_training: bool = False) -> int:
-    """Number of blocks that fit into what the devices have left.
-
-    Args:
-        beside_training: leave the memory that slots have taken so far, and take again.
-    """
-    left, used = WITHOUT_LIMIT, "peak_bytes_in_use" if beside_training else "bytes_in_use"
-    for stage in stages:
-        for device in stage.mesh.mesh.devices.flat:
-            stats = device.memory_stats() if device.platform != "cpu" else None
-            if stats and "bytes_limit" in stats:
-                unused = (stats["bytes_limit"] - stats[used]) * SHARE_OF_MEMORY
-                left = int(unused) if left == WITHOUT_LIMIT else min(left, int(unused))
-    return max(1, left // max(block_bytes(stages), 1))
-
-
-def _turned(model: ModelConfig) -> list[int]:
-    """Lengths from which on longer sequences turn all keys otherwise."""
-    scalings = [rope.scaling for rope in model.ropes if rope.scaling and rope.scaling.kind == "longrope"]
-    return [scaling.original_max_positions for scaling in scalings]
-
-
-def check_requests(requests: Sequence[Request], model: ModelConfig) -> None:
-    """Checks the lengths and the tokens of prompts.
-
-    Raises:
-        LoraFusionError, ErrorList: `generate.empty-prompt`, `generate.token`, `generate.too-long`, `generate.longrope`.
-    """
-    errors: list[LoraFusionError] = []
-    for request in requests:
-        length, where, sampling = len(request.tokens), request.where, request.sampling
-        listed = {
-            "its stop_tokens": sampling.stop_tokens or (),
-            "its allowed_tokens": sampling.allowed_tokens or (),
-            "its logit_bias": tuple(sampling.logit_bias),
-            "its prompt_targets": tuple(t for tokens in sampling.prompt_targets for t in tokens if t != -1),
-        }
-        if not length:
-            message = f"{where} has no token."
-            errors.append(ConfigError("generate.empty-prompt", message, fix="a text, or at least one message"))
-        elif outside := [token for token in request.tokens if not 0 <= token < model.vocab_size]:
-            message = f"{where} has the token {outside[0]}, and the model has tokens 0 to {model.vocab_size - 1}."
-            errors.append(ConfigError("generate.token", message, fix="the tokens of this base's tokenizer"))
-        elif length >= model.positions:
-            message = f"{where} has {length} tokens, and the model knows {model.positions} positions."
-            errors.append(CheckpointError("generate.too-long", message, fix="a shorter prompt"))
-        for name, tokens in listed.items():
-            if outside := [token for token in tokens if not 0 <= token < model.vocab_size]:
-                message = f"{where}: {name} has {outside[0]}, and the model has tokens 0 to {model.vocab_size - 1}."
-                errors.append(ConfigError("generate.token", message, fix="the tokens of this base's tokenizer"))
-        total = length + sampling.max_tokens
-        for original in _turned(model):
-            if length <= original < min(total, model.positions):
-                message = f"{where} and its answer may cross {original} positions."
-                why = "longrope turns all earlier keys by other angles from there on"
-                most = original - length
-                fix = f"max_tokens={most}" if most else "a longer or shorter prompt"
-                errors.append(ConfigError("generate.longrope", message, why=why, fix=fix))
-    raise_all(errors)

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+from lorafusion_jax.generation.capacity import blocks_that_fit
 from lorafusion_jax.generation.conversation import Conversation
-from lorafusion_jax.generation.engine import (
-    FEWEST_ROWS,
-    SLOTS,
-    Answer,
-    Engine,
-    Request,
-    blocks_that_fit,
-    check_requests,
-)
+from lorafusion_jax.generation.engine import FEWEST_ROWS, SLOTS, Engine
 from lorafusion_jax.generation.packing import BASE, bucket, power_of_two
 from lorafusion_jax.generation.programs import GenerationPrograms
+from lorafusion_jax.generation.requests import Answer, Request, check_requests
 from lorafusion_jax.models.cache import BLOCK
 from lorafusion_jax.session.stage import Stage
 

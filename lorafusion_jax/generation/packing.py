@@ -14,7 +14,8 @@ from lorafusion_jax.models.segments import Segments
 
 BASE = -1  # the adapter of rows that have none, and their slot
 TILE = 128  # rows of a tile, which belong to one adapter; those of a training run
-FEWEST_ROWS, MOST_ROWS = TILE, 8192  # of a pass, but for a longer prompt
+MOST_ROWS = 2048  # of a pass, but for a longer prompt: more rows are not read faster
+SIZES = (TILE, 512, 1024)  # of passes, which compile once each; and every power of two from `MOST_ROWS` on
 MOST_CONTINUED = 512  # rows of a pass that continues prompts: each has a score for every position of its blocks
 NOWHERE = np.iinfo(np.int32).max  # a cell or a row that keeps nothing
 
@@ -145,7 +146,8 @@ def _num_rows(parts: Sequence[Part], shared: bool) -> int:
 
 
 def _pack(parts: Sequence[Part], rows: int, block: int, *, continued: bool) -> PromptPass:
-    T = max(power_of_two(_num_rows(parts, not continued)), FEWEST_ROWS)
+    needed = _num_rows(parts, not continued)
+    T = next((size for size in SIZES if needed <= size), power_of_two(needed))
     tokens_T, slot_T, tile_slot = np.zeros(T, np.int32), np.full(T, BASE, np.int32), np.full(T // TILE, BASE, np.int32)
     position_T, cell_T = np.full(T, -1, np.int32), np.full(T, NOWHERE, np.int32)
     last_B = np.full(rows, -1, np.int32)

@@ -6,7 +6,7 @@ B sequences · S slots of adapters
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,9 +15,10 @@ from jax import Array
 
 from lorafusion_jax.adapters.tokens import Table
 from lorafusion_jax.families.attention import Attention
-from lorafusion_jax.generation.choose import Choices, Chosen, Listed, seen_tokens
+from lorafusion_jax.generation.choose import Chosen, Listed, seen_tokens
 from lorafusion_jax.generation.packing import PromptPass, Scored
 from lorafusion_jax.generation.programs import GenerationPrograms, Position
+from lorafusion_jax.generation.row_settings import RowSettings
 from lorafusion_jax.generation.slots import Sampler
 from lorafusion_jax.models.cache import CachedRows
 from lorafusion_jax.models.stream import activations, joined
@@ -28,29 +29,6 @@ from lorafusion_jax.session.stage import Stage
 
 BLOCK = 4  # layers of a program: few calls per token, and a program that compiles in seconds
 SCORED = 512  # rows whose tokens are scored at a time: each has logits of the whole vocabulary
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSettings:
-    """How the next tokens of all rows are chosen.
-
-    Attributes:
-        tokens_B: the newest tokens.
-        number_B: of generated tokens.
-        slot_B: of adapters, -1 for none.
-        seen_BL: tokens that repetition penalties count, -1 for none (None: no logits are edited).
-        edits: the others of `Edits`; `seen_BV` is None.
-        listed: most probable tokens that are returned.
-    """
-
-    tokens_B: np.ndarray
-    number_B: np.ndarray
-    slot_B: np.ndarray
-    choices: Choices
-    mode: str
-    seen_BL: np.ndarray | None = None
-    edits: Any = None
-    listed: int = 0
 
 
 class StagePasses:
@@ -190,12 +168,16 @@ class Passes:
     Args:
         stages: of a model, with the programs of each.
         slots, rows, blocks: see `StagePasses`.
+
+    Attributes:
+        newest: tokens of all rows, on the last stage.
     """
 
     def __init__(
         self, stages: Sequence[Stage], programs: Sequence[GenerationPrograms], *, slots: int, rows: int, blocks: int
     ):
         self._stages = [StagePasses(*pair, slots, rows, blocks) for pair in zip(stages, programs, strict=True)]
+        self.newest = replicate(np.zeros(rows, np.int32), stages[-1].mesh)
 
     def put(self, adapter: int, slot: int) -> bool:
         """Copies an adapter's weights of this moment to a slot. Waits; returns whether they are finite."""
@@ -221,7 +203,7 @@ class Passes:
             stage.copy(blocks, rows)
 
     def read_prompts(self, passes: Sequence[PromptPass], rows: RowSettings) -> tuple[Chosen, list[Any]]:
-        """Fills the caches with prompts, and waits for the first token after each, and for what is scored of each pass.
+        """Fills the caches with prompts. Returns the first token after each, and what is scored of each pass.
 
         Tokens of other sequences stay.
         """
@@ -235,13 +217,14 @@ class Passes:
             last_B = replicate(prompts.last_B, last.stage.mesh)
             newest, number, edits = last.choose(x, last_B, newest, number, options, edits)
             scores.append([] if prompts.scored is None else last.score(x, prompts.scored))
-        return jax.device_get((newest, scores))
+        self.newest = _put(self.newest, newest.tokens_B)
+        return _sent_to_host((newest, scores))
 
     def next_tokens(self, steps: int, at: Position, rows: RowSettings) -> list[Chosen]:
-        """Runs some passes, and waits for the tokens of each. Sequences at position -1 are not in use."""
+        """Runs some passes over the newest tokens. Returns those of each. Sequences at position -1 are not in use."""
         first, last = self._stages[0], self._stages[-1]
         newest, number, options, edits = self._start(rows)
-        tokens = replicate(rows.tokens_B, first.stage.mesh)
+        tokens = transfer(newest.tokens_B, first.stage.mesh)
         positions = [replicate(at, stage.stage.mesh) for stage in self._stages]
         chosen = []
         for _ in range(steps):
@@ -252,17 +235,19 @@ class Passes:
             newest, number, edits = last.choose(x, None, newest, number, options, edits)
             chosen.append(newest)
             tokens = transfer(newest.tokens_B, first.stage.mesh)
-        return jax.device_get(chosen)
+        self.newest = _put(self.newest, newest.tokens_B)
+        return _sent_to_host(chosen)
 
     def _start(self, rows: RowSettings) -> tuple[Chosen, Array, tuple[Any, ...], Any]:
         """Puts settings on the devices of the last stage."""
         mesh, vocabulary = self._stages[-1].stage.mesh, self._stages[-1].stage.parts.model.vocab_size
-        B = len(rows.tokens_B)
+        B = len(rows.number_B)
         listed = None
         if rows.listed:
             listed = Listed(np.zeros((B, rows.listed), np.int32), np.zeros((B, rows.listed), np.float32))
-        newest = Chosen(rows.tokens_B, np.zeros(B, np.float32), listed)
-        newest, number, choices, slot = replicate((newest, rows.number_B, rows.choices, rows.slot_B), mesh)
+        first = (np.zeros(B, np.float32), listed)
+        others, number, choices, slot = replicate((first, rows.number_B, rows.choices, rows.slot_B), mesh)
+        newest = Chosen(_first(self.newest, B), *others)
         edits = None
         if rows.seen_BL is not None:
             seen, edits = replicate((rows.seen_BL, rows.edits), mesh)
@@ -270,4 +255,13 @@ class Passes:
         return newest, number, (choices, slot, rows.mode, rows.listed), edits
 
 
+def _sent_to_host(arrays: Any) -> Any:
+    """Starts copies to the host, which do not wait for later passes."""
+    for array in jax.tree.leaves(arrays):
+        array.copy_to_host_async()
+    return arrays
+
+
 _seen = jax.jit(seen_tokens, static_argnums=1)
+_first = jax.jit(lambda tokens_R, B: tokens_R[:B], static_argnums=1)
+_put = jax.jit(lambda tokens_R, tokens_B: tokens_R.at[: len(tokens_B)].set(tokens_B))

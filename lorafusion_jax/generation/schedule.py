@@ -28,6 +28,7 @@ class Running:
         blocks: of the cache.
         node, known: of its last block that others can find, and number of these.
         stored: tokens in its blocks.
+        ahead: tokens that passes choose, and that nobody has looked at.
     """
 
     tokens: list[int]
@@ -45,6 +46,12 @@ class Running:
     node: int = 0
     known: int = 0
     stored: int = 0
+    ahead: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens once all issued passes have run."""
+        return len(self.tokens) + self.ahead
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,6 +117,11 @@ class Scheduler:
         heapq.heappush(self._free_rows, sequence.row)
         self._release(sequence)
         sequence.blocks, sequence.row, sequence.slot, sequence.known, sequence.stored = [], -1, -1, 0, 0
+        sequence.ahead = 0
+
+    def can_reserve(self, steps: int) -> bool:
+        """Whether `reserve` has blocks for all."""
+        return sum(self._missing(sequence, steps) for sequence in self.running.values()) <= self.pool.num_free
 
     def reserve(self, steps: int) -> list[Running]:
         """Gives running sequences the blocks of their next tokens. Returns those that have to wait instead."""
@@ -117,7 +129,7 @@ class Scheduler:
         for sequence in sorted(self.running.values(), key=lambda sequence: sequence.arrival):
             if sequence in preempted:
                 continue
-            missing = self._num_blocks(sequence, steps - 1) - len(sequence.blocks)  # the newest is not stored yet
+            missing = self._missing(sequence, steps)
             while missing > self.pool.num_free:
                 youngest = max(self.running.values(), key=lambda other: other.arrival)
                 self.remove(youngest)
@@ -126,7 +138,7 @@ class Scheduler:
                 if youngest is sequence:
                     break
             else:
-                sequence.blocks += self.pool.take(max(missing, 0))
+                sequence.blocks += self.pool.take(missing)
         return preempted
 
     def admit(self, steps: int, most_tokens: int) -> list[Admission]:
@@ -176,8 +188,12 @@ class Scheduler:
             sequence.node = self.pool.remember(sequence.node, tokens, sequence.blocks[sequence.known])
             sequence.known += 1
 
+    def _missing(self, sequence: Running, steps: int) -> int:
+        """Blocks that the next tokens of a sequence need."""
+        return max(self._num_blocks(sequence, steps - 1) - len(sequence.blocks), 0)  # the newest is not stored yet
+
     def _num_blocks(self, sequence: Running, more: int) -> int:
-        return self.pool.blocks_of(min(len(sequence.tokens) + more, sequence.most))
+        return self.pool.blocks_of(min(sequence.length + more, sequence.most))
 
 
 def order_copies(admissions: Sequence[Admission], size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -10,10 +10,10 @@ from lorafusion_jax.data.prompts import Prompt, prompt_tokens
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer, with_template
 from lorafusion_jax.generation.answer_text import AnswerTexts
 from lorafusion_jax.generation.conversation import Conversation
-from lorafusion_jax.generation.engine import Answer, End, Request
 from lorafusion_jax.generation.generator import MOST_SEQUENCES, Generator
 from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.packing import BASE
+from lorafusion_jax.generation.requests import Answer, End, Request
 from lorafusion_jax.generation.sampling import GREEDY, MOST_SEED, Sampling
 from lorafusion_jax.generation.sources import BASE_NAME, Source, unknown_adapter
 from lorafusion_jax.readable import TEMPLATE, read_text

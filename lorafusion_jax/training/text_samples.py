@@ -9,7 +9,7 @@ from lorafusion_jax.data.prepare import tokenizer_of
 from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.generation.engine import Request
+from lorafusion_jax.generation.requests import Request
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.text import TokenGenerator
 from lorafusion_jax.report.events import AdapterSampled, Listener

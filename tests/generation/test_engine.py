@@ -16,9 +16,10 @@ from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.generation import engine as engine_module
 from lorafusion_jax.generation.blocks import BlockPool
 from lorafusion_jax.generation.choose import Chosen
-from lorafusion_jax.generation.engine import Engine, Request
+from lorafusion_jax.generation.engine import Engine
 from lorafusion_jax.generation.packing import BASE
 from lorafusion_jax.generation.programs import GenerationPrograms
+from lorafusion_jax.generation.requests import Request
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.models.cache import BLOCK
 
@@ -40,7 +41,7 @@ class HashedPasses:
     def __init__(self, stages, programs, *, slots, rows, blocks):
         self.cells, self.slots = {}, [BASE] * slots
         self.weights = {BASE: BASE}  # by slot
-        self.draw = np.random.default_rng(5)
+        self.newest = np.zeros(rows, np.int32)
 
     def put(self, adapter, slot):
         self.weights[slot] = adapter
@@ -62,7 +63,7 @@ class HashedPasses:
                     self.cells[target * BLOCK + offset] = self.cells[source * BLOCK + offset]
 
     def read_prompts(self, passes, rows):
-        tokens = rows.tokens_B.copy()
+        tokens = self.newest[: len(rows.number_B)]
         for prompts in passes:
             chains = {}
             for row in np.flatnonzero(prompts.position_T >= 0).tolist():
@@ -78,10 +79,10 @@ class HashedPasses:
             for row in np.flatnonzero(prompts.last_B >= 0).tolist():
                 last = int(prompts.last_B[row])
                 tokens[row] = next_token(chains[last], self.weights[int(prompts.slot_T[last])])
-        return Chosen(tokens, np.zeros(len(tokens), np.float32)), [[] for _ in passes]
+        return Chosen(tokens.copy(), np.zeros(len(tokens), np.float32)), [[] for _ in passes]
 
     def next_tokens(self, steps, at, rows):
-        tokens, position, chosen = rows.tokens_B.copy(), at.position_B.copy(), []
+        tokens, position, chosen = self.newest[: len(rows.number_B)], at.position_B.copy(), []
         for _ in range(steps):
             for row in np.flatnonzero(position >= 0).tolist():
                 if position[row] < at.limit_B[row]:

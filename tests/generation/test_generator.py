@@ -22,13 +22,13 @@ from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import DataError, ErrorList, LoraFusionError, RunError
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.generation import packing, prompt_file
+from lorafusion_jax.generation.answer_text import AnswerTexts
 from lorafusion_jax.generation.conversation import Conversation
-from lorafusion_jax.generation.engine import Answer, Request
 from lorafusion_jax.generation.generator import Generator
 from lorafusion_jax.generation.packing import BASE, NOWHERE, TILE, Prompt, pack_prompts
 from lorafusion_jax.generation.passes import Passes
+from lorafusion_jax.generation.requests import Request
 from lorafusion_jax.generation.sampling import Sampling
-from lorafusion_jax.generation.text import TokenGenerator
 from lorafusion_jax.models import open_frozen
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.session.mesh import stage_meshes
@@ -180,6 +180,7 @@ def prompt(row: int, length: int, slot: int = 0, start: int = 0) -> Prompt:
 
 def test_long_prompts_take_several_passes(monkeypatch):
     monkeypatch.setattr(packing, "MOST_ROWS", 2 * TILE)
+    monkeypatch.setattr(packing, "SIZES", (TILE,))
     passes = pack_prompts([prompt(0, 100), prompt(2, 300, BASE), prompt(1, 100)], rows=4, block=32)
     assert [len(prompts.tokens_T) for prompts in passes] == [4 * TILE, 2 * TILE]
     assert passes[1].last_B.tolist() == [99, 199, -1, -1]
@@ -195,6 +196,7 @@ def test_long_prompts_take_several_passes(monkeypatch):
 
 def test_prompts_that_go_on_have_tiles_of_their_own(monkeypatch):
     monkeypatch.setattr(packing, "MOST_CONTINUED", 2 * TILE)
+    monkeypatch.setattr(packing, "SIZES", (TILE,))
     passes = pack_prompts([prompt(0, 70, start=64), prompt(1, 320, start=32), prompt(2, 40)], rows=4, block=32)
     assert [prompts.tables_GM is None for prompts in passes] == [True, False, False, False]
     assert [prompts.last_B.tolist() for prompts in passes] == [
@@ -328,11 +330,10 @@ def special_tokenizer(tmp_path):
     ([0, 26, 1], ("user", "|>"), False, "ab"),  # and parts of special tokens are none
     ([0, 27, 1], ("<|user|>", "b<|end|>"), False, "ab"),
 ])  # fmt: skip
-def test_stop_texts_with_special_tokens_end_an_answer(model, special_tokenizer, tokens, stops, ends, text):
-    generator = TokenGenerator(model._stages, special_tokenizer, [])
-    assert generator._ends_with(tokens, stops) is ends
-    request = Request(tokens=[1], sampling=Sampling(stop=stops))
-    assert generator.text(request, Answer(tokens=tokens)) == text
+def test_stop_texts_with_special_tokens_end_an_answer(special_tokenizer, tokens, stops, ends, text):
+    texts = AnswerTexts(special_tokenizer)
+    assert texts.ends_with(tokens, stops) is ends
+    assert texts.text(tokens, stops) == text
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import more_cases
 import pytest
 
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.generation.engine import Request
 from lorafusion_jax.generation.generator import Generator
 from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.packing import BASE
+from lorafusion_jax.generation.requests import Request
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.weights.table import stored_kind

@@ -21,7 +21,7 @@ import numpy as np
 from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import ConfigError, LoraFusionError
 from lorafusion_jax.generation.answer_text import AnswerTexts
-from lorafusion_jax.generation.engine import Answer
+from lorafusion_jax.generation.requests import Answer
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.serve.refusals import describe
 from lorafusion_jax.serve.tinker.datums import Batch, DatumError, Sparse, read_batch, write_outputs

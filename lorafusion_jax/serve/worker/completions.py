@@ -9,7 +9,7 @@ from typing import Any
 from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.generation.answer_text import AnswerTexts, TextStream
-from lorafusion_jax.generation.engine import Answer, Listing
+from lorafusion_jax.generation.requests import Answer, Listing
 from lorafusion_jax.generation.sampling import MOST_SEED, Sampling
 from lorafusion_jax.serve.wire import Message
 

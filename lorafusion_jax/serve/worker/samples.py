@@ -20,8 +20,10 @@ from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import LoraFusionError, RunError, ServerCallError
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.generation.answer_text import AnswerTexts
-from lorafusion_jax.generation.engine import ROWS, Answer, Engine, Request, blocks_that_fit
+from lorafusion_jax.generation.capacity import blocks_that_fit
+from lorafusion_jax.generation.engine import ROWS, Engine
 from lorafusion_jax.generation.load import read_leaves
+from lorafusion_jax.generation.requests import Answer, Request
 from lorafusion_jax.generation.slots import Sampler
 from lorafusion_jax.generation.text import tokenizer_of_folder
 from lorafusion_jax.models.cache import BLOCK
