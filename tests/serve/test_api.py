@@ -313,6 +313,20 @@ def test_pages_follow_cursors(running, job):
     assert {row["state"] for row in ana.jobs(state="cancelled")} == {"cancelled"}
 
 
+def test_keys_say_when_they_were_last_used(running, monkeypatch):
+    """The next write of the controller notes it; a wrong key is nobody's."""
+    controller = running.service.controller
+    monkeypatch.setattr("lorafusion_jax.serve.control.controller.WRITE_S", 0.0)
+    ids = {name: running.client(name).request("GET", "/v1/me")["key"] for name in ("ana", "admin")}
+    assert raw(running.url, "GET", "/v1/me", x_api_key=running.keys["ben"][:-1] + "_")[0] == 401
+    until = time.monotonic() + 20
+    while controller.used_keys:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    used = {row["id"]: row["used"] for row in running.client("admin").request("GET", "/v1/keys")["items"]}
+    assert all(abs(used[name] - time.time()) < 60 for name in ids.values())
+
+
 def test_data_sets_and_adapters_come_in_pages(running, tmp_path):
     """Of the owner, newest first; two of one moment are not lost between pages."""
     rows = [
@@ -457,6 +471,9 @@ def test_a_service_without_keys_is_for_this_machine(start_service, tmp_path, tin
     status, text = raw(local.url, "GET", "/metrics")
     assert status == 200
     assert b"lorafusion_places_free 3.0" in text
+    assert b'lorafusion_answers_total{status="403"} 1.0' in text
+    assert b'lorafusion_answer_seconds_bucket{le="+Inf"} 4.0' in text
+    assert b'lorafusion_child_waiting{lane="count"} 0.0' in text
     status, page = raw(local.url, "GET", "/")
     assert status == 200
     assert b"<title>lorafusion</title>" in page

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 
@@ -79,7 +82,7 @@ def submit(db, name: str) -> str:
     spec = {
         "name": name, "base": "tiny", "data": {"train": "rows", "max_length": 32, "on_long": "drop"}, "seed": 3,
         "lora": {"rank": 4, "targets": ["q_proj"]}, "optim": {"lr": 0.01}, "objective": {}, "weight": 1.0,
-        "batch": {"global_samples": 4}, "steps": None, "epochs": 40,
+        "batch": {"global_samples": 4}, "steps": None, "epochs": 200,
     }  # fmt: skip
     with db.write() as connection:
         return Jobs(db).submit(connection, "ana", spec)["id"]
@@ -152,3 +155,39 @@ def test_jobs_survive_the_head_of_the_cluster(tmp_path, tiny_base):
 
 def options(nodes: Nodes) -> tuple[str, ...]:
     return "--ray", nodes.address, "--workers-at", "127.0.0.1:17072", "--gpus", "0"
+
+
+HELD = """
+import json, sys, ray
+ray.init(address=sys.argv[1], namespace="lorafusion", log_to_driver=False)
+rooms = [room["name"] for room in ray.util.placement_group_table().values() if room["state"] != "REMOVED"]
+print(json.dumps(rooms + ray.util.list_named_actors()))
+"""
+
+
+def held(nodes: Nodes) -> list[str]:
+    """Names of the placement groups and actors of a cluster."""
+    command = [sys.executable, "-c", HELD, nodes.address]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def test_what_a_service_held_is_given_back(tmp_path, tiny_base):
+    """By SIGTERM to the server at once; after a kill of the server when its worker ends."""
+    nodes = Nodes()
+    server = Server(tmp_path / "home", tiny_base, save_s=0.3, lease_s=4.0, more=options(nodes))
+    ((owner, spec),) = specs(tmp_path, 1, epochs=4000)
+    try:
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            server.start()
+            client = Client(server.url, server.keys[owner])
+            job = client.submit(spec)
+            wait_for(lambda job=job: job.show()["step"] >= 1)
+            assert len(held(nodes)) == 2
+            worker = server.worker()
+            server.end(how)
+            if how == signal.SIGKILL:
+                assert len(held(nodes)) == 2  # it trains on
+                os.kill(worker, signal.SIGKILL)
+            wait_for(lambda: not held(nodes))
+    finally:
+        nodes.close()

@@ -140,6 +140,27 @@ def test_uploads_that_were_broken_off_go_at_the_start(home):
     assert {path.name for path in data.iterdir()} == {name for name, stays in named.items() if stays}
 
 
+def test_old_events_of_steps_and_decisions_go(home):
+    """States stay, and the newest row: whoever reads events goes on after its number."""
+    job, now = home.job("queued"), time.time()
+    ages = [9, 8, 8, 6, 40, 9]  # days
+    with home.db.write() as connection:
+        for kind, days in zip(("step", "state", "eval", "step", "state", "step"), ages, strict=True):
+            row = {"job": job, "owner": "ana", "kind": kind, "at": now - 86_400 * days, "data": {"days": days}}
+            connection.execute(t.events.insert().values(row))
+        for days in (40, 29, 35):
+            connection.execute(t.decisions.insert().values(at=now - 86_400 * days, text=str(days)))
+    home.sweeper.work()
+    with home.db.read() as connection:
+        rows = connection.execute(select(t.events.c.kind, t.events.c.data).order_by(t.events.c.seq)).all()
+        texts = connection.execute(select(t.decisions.c.text)).scalars().all()
+        assert home.jobs.metrics(connection, job, 0, 1) != []
+    assert [(kind, data["days"]) for kind, data in rows if "days" in data] == [
+        ("state", 8), ("step", 6), ("state", 40), ("step", 9),
+    ]  # fmt: skip
+    assert texts == ["29", "35"]
+
+
 def test_work_is_counted_and_a_killed_server_finishes_later(home, monkeypatch):
     """Each round looks at a few jobs; one that cannot be removed stops nobody, and the next start takes it again."""
     jobs = [home.job("deleted") for _ in range(AT_ONCE + 2)]

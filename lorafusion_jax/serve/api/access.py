@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -44,6 +45,7 @@ WITHOUT_KEY = ("/v1/login", "/v1/logout")
 RATE, BURST = 100.0, 200.0  # requests a second of one key, and at once
 CALLS, MORE_CALLS = "/api/v1/", 10  # of the training API, whose clients send a request for each call and its result
 DAY = 86400.0
+WAITS_S = 0.01, 0.1, 1.0, 10.0, math.inf
 MOST_REPEATABLE = 10_000  # requests of an owner whose answers are kept
 MOST_UPLOADS = 8  # of an owner at once
 MOST_COMPLETIONS = 512  # of an owner at once: more would only wait for rows of the sampler
@@ -56,13 +58,30 @@ class Service:
 
     def __init__(self, settings: Settings, db: Database, controller: Controller):
         self.settings, self.db, self.controller, self.jobs = settings, db, controller, Jobs(db)
-        self.access, self.limits, self.calls = Access(db), Limits(), Limits(MORE_CALLS)
+        self.access, self.limits, self.calls = Access(db, controller.used_keys), Limits(), Limits(MORE_CALLS)
+        self.answers = Answers()
         self.streams: dict[str, int] = {}
         self.uploads, self.turns = Places("uploads", MOST_UPLOADS), Turns()
         self.completions = Places("completions", MOST_COMPLETIONS)
         self.forms = asyncio.Lock()
         self.news = News(db)
         self.datasets = threading.Lock()  # their rows and folders change together
+
+
+class Answers:
+    """How many answers there were by status, and how long their clients waited for the head.
+
+    Attributes:
+        within: of `WAITS_S` → answers that took at most so long, and longer than the one before.
+    """
+
+    def __init__(self) -> None:
+        self.statuses, self.within, self.seconds = Counter[int](), Counter[float](), 0.0
+
+    def note(self, status: int, seconds: float) -> None:
+        self.statuses[status] += 1
+        self.within[next(limit for limit in WAITS_S if seconds <= limit)] += 1
+        self.seconds += seconds
 
 
 class Limits:
@@ -173,10 +192,13 @@ class Access:
 
     A service is open to everybody on its machine if it never had a key. That is decided when it starts; the first key
     closes it, and nothing opens it again.
+
+    Args:
+        used: takes when each key was last used (None: nobody asks).
     """
 
-    def __init__(self, db: Database):
-        self._db = db
+    def __init__(self, db: Database, used: dict[str, float] | None = None):
+        self._db, self._used = db, {} if used is None else used
         with db.write() as connection:
             self._is_open = not restore_revocations(connection)
 
@@ -184,9 +206,10 @@ class Access:
         """Returns the owner of a key or, without one, of a session of the page."""
         with self._db.glance() as connection:
             self._is_open = self._is_open and not had_keys(connection)
-            if key:
-                return find_owner(connection, key)
-            return (find_session(connection, session) if session else None) or (LOCAL if self._is_open else None)
+            owner = find_owner(connection, key) if key else find_session(connection, session) if session else None
+        if owner is not None:
+            self._used[owner.key] = time.time()
+        return owner or (LOCAL if self._is_open and not key else None)
 
     def is_valid(self, owner: Owner) -> bool:
         """Returns whether somebody who asked before may still ask."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 
 from lorafusion_jax.serve.api.access import (
+    WAITS_S,
     AdaptersRead,
     AdaptersWrite,
     Admin,
@@ -308,25 +312,51 @@ def prometheus(request: Request, service: ServiceOf) -> Response:
     return Response(_metrics(service), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+class _Families:
+    """What a registry of Prometheus collects."""
+
+    def __init__(self, *families: Any):
+        self._families = families
+
+    def collect(self) -> Iterable[Any]:
+        return self._families
+
+
 def _metrics(service: Service) -> bytes:
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
+    from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
     from sqlalchemy import func
 
-    registry = CollectorRegistry()
+    registry, answers, waits, below = CollectorRegistry(), service.answers, list[tuple[str, float]](), 0
+    by_status = CounterMetricFamily("lorafusion_answers", "Answers by status", labels=["status"])
+    for status, count in answers.statuses.items():
+        by_status.add_metric([str(status)], count)
+    for limit in WAITS_S:
+        below += answers.within[limit]
+        waits.append(("+Inf" if limit == math.inf else f"{limit:g}", below))
+    took = HistogramMetricFamily("lorafusion_answer_seconds", "Until the head of an answer", waits, answers.seconds)
+    registry.register(_Families(by_status, took))
     with service.db.read() as connection:
         query = select(t.jobs.c.state, func.count()).group_by(t.jobs.c.state)
         by_state = {row[0]: row[1] for row in connection.execute(query)}
         steps = connection.scalar(select(func.count()).select_from(t.metrics).where(t.metrics.c.kind == "step")) or 0
+        oldest = connection.scalar(select(func.min(t.jobs.c.created)).where(t.jobs.c.state == "checking"))
     jobs = Gauge("lorafusion_jobs", "Jobs by state", ["state"], registry=registry)
     for state, count in by_state.items():
         jobs.labels(state).set(count)
-    controller = service.controller
+    waiting = Gauge("lorafusion_child_waiting", "Requests that wait for a process", ["lane"], registry=registry)
+    for lane, count in service.controller.child.waiting().items():
+        waiting.labels(lane).set(count)
+    controller, home = service.controller, service.settings.home
     taken = [job for group in controller.groups for job in controller.places(group).values()]
     values = {
         "lorafusion_places": ("Places of all sessions", len(taken)),
         "lorafusion_places_free": ("Free places", sum(job is None for job in taken)),
         "lorafusion_worker_ready": ("Whether the worker is ready", float(service.controller.ready)),
         "lorafusion_steps": ("Optimizer steps of all jobs", steps),
+        "lorafusion_checking_seconds": ("Age of the oldest job in checking", time.time() - oldest if oldest else 0.0),
+        "lorafusion_database_bytes": ("Size of the database", service.settings.database.stat().st_size),
+        "lorafusion_disk_free_bytes": ("Free on the disk of the home", shutil.disk_usage(home).free),
         "lorafusion_sessions": ("Sessions", len(controller.groups)),
         "lorafusion_refused_decisions": (
             "Decisions of the policy that were refused and changed nothing",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafusion_jax.serve.api import admin, datasets, jobs, mlora, openai, problems, streams
-from lorafusion_jax.serve.api.access import WITHOUT_KEY, Service, identify
+from lorafusion_jax.serve.api.access import WITHOUT_KEY, Answers, Service, identify
 from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.refusals import completed
 from lorafusion_jax.serve.store.database import StoreError
@@ -115,7 +116,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        send = _with_headers(send)
+        send = _with_headers(send, None if self._service is None else self._service.answers)
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
         if "*" not in self._names and _without_port(host) not in self._names:
@@ -239,9 +240,13 @@ def _depth(body: bytes) -> int:
     return deepest
 
 
-def _with_headers(send: Send) -> Send:
+def _with_headers(send: Send, answers: Answers | None) -> Send:
+    began = time.monotonic()
+
     async def sender(message: Message) -> None:
         if message["type"] == "http.response.start":
+            if answers is not None:
+                answers.note(message["status"], time.monotonic() - began)
             extra = [(name.lower().encode(), value.encode()) for name, value in SECURE.items()]
             message = {**message, "headers": [*message["headers"], *extra]}
         await send(message)

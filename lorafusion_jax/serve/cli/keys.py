@@ -91,13 +91,16 @@ def list_all(home: Home = HOME) -> None:
     from lorafusion_jax.serve.store.keys import list_keys
 
     db = open_home(home)
-    table = plain_table(("key", "owner", "scopes", "created", "state"), ())
+    table = plain_table(("key", "owner", "scopes", "created", "used", "state"), ())
     with db.read() as connection:
         for row in list_keys(connection):
-            created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
+            created, used = (
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else "never"
+                for at in (row["created"], row["used"])
+            )
             expired = row["expires"] is not None and row["expires"] < time.time()
             state = "revoked" if row["revoked"] else "expired" if expired else "valid"
-            table.add_row(row["id"], row["owner"], " ".join(row["scopes"]), created, state)
+            table.add_row(row["id"], row["owner"], " ".join(row["scopes"]), created, used, state)
     db.close()
     out().print(table)
 

@@ -86,6 +86,10 @@ class Child:
         lane = "count" if question == "render" and request["most"] is None else question
         return self._lanes["preview" if lane == "render" else lane].submit(owner, {"what": question} | request, most)
 
+    def waiting(self) -> dict[str, int]:
+        """How many requests wait in each lane."""
+        return {name: lane.waiting() for name, lane in self._lanes.items()}
+
     def close(self, seconds: float = CLOSE_S) -> None:
         """Ends the children at once; what waits is cancelled.
 
@@ -121,6 +125,10 @@ class _Lane:
                 self._thread = start_watched(f"child {self._name}", self._work, self._ended)
             self._changed.notify()
         return request.answer
+
+    def waiting(self) -> int:
+        with self._changed:
+            return sum(map(len, self._waiting.values()))
 
     def end(self) -> None:
         with self._changed:

@@ -39,7 +39,7 @@ from lorafusion_jax.serve.states import ON_WORKER, StateError
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import Database, StoreError
 from lorafusion_jax.serve.store.jobs import Job, Jobs, MayRun, is_suspect
-from lorafusion_jax.serve.store.keys import Limits, user_limits
+from lorafusion_jax.serve.store.keys import Limits, note_use, user_limits
 from lorafusion_jax.serve.wire import Message
 
 ROUND_S = 0.1
@@ -69,6 +69,7 @@ class Controller:
     Attributes:
         refused_decisions: decisions of the scheduler that did not take effect.
         completions: under way.
+        used_keys: key → when it was last used, to be written.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Controller:
         self._with_worker = with_worker
         self._settings, self._db, self._jobs, self._rows = settings, db, Jobs(db), MayRun(db)
         self._events, self._streams = WorkerEvents(settings, db, self._jobs, streams), streams
-        self.refused_decisions, self._problem = 0, ""
+        self.refused_decisions, self._problem, self.used_keys = 0, "", dict[str, float]()
         self._round_at, self._written_at, self._trouble = time.monotonic(), -WRITE_S, ""
         self._scheduler = scheduler or make_scheduler(settings)
         self._sessions: dict[str, Session] = {}
@@ -199,7 +200,8 @@ class Controller:
         position = next((at for at, row in enumerate(order) if row["id"] == job["id"]), len(order))
         why = self.problem or ("" if self.ready else self.not_ready)
         why = why or self._scheduler.full(job, rows, limits.get(job["owner"], Limits()))
-        start = self._pace.start(order[:position], [row for row in rows if row["state"] in ON_WORKER])
+        training = [row for row in rows if row["state"] in ON_WORKER]
+        start = self._pace.start(order[:position], training) if self.ready else None
         return {"waits": {"position": position + 1, "why": why, "expected_start": start}}
 
     def _loop(self) -> None:
@@ -226,7 +228,8 @@ class Controller:
 
     def _look_at_database(self) -> None:
         if time.monotonic() - self._written_at >= WRITE_S:
-            with self._db.write():
+            with self._db.write() as connection:
+                note_use(connection, self.used_keys)
                 self._written_at = time.monotonic()
 
     def _arrange(self) -> None:

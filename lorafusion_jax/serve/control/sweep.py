@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from lorafusion_jax.digests import has_digests
 from lorafusion_jax.files import GONE, PART
@@ -31,6 +31,8 @@ from lorafusion_jax.serve.store.jobs import Job
 
 AT_ONCE = 4  # jobs of one round
 DAY_S, LOOK_S = 86_400, 600.0
+STEPS_S, DECISIONS_S = 7 * DAY_S, 30 * DAY_S  # that events of steps, which are in the metrics, and decisions stay
+MOST_ROWS = 10_000  # of a table that are removed at once
 REMOVED = ".removed"  # folder of what is put aside, below its first folder: on the same disk
 UPLOAD, ASIDE = re.compile(r"\.upload-[0-9a-f]{16}"), re.compile(r"(\d+)-[0-9a-f]{8}")
 LEFT = re.compile(rf"\.(.+)({'|'.join(map(re.escape, (NEW, OLD, GONE, PART)))})")
@@ -69,9 +71,10 @@ class Sweeper:
                 self._todo.append(job)
 
     def work(self, most: int = AT_ONCE) -> None:
-        """Looks at the folders of some jobs, and removes what was put aside a day ago."""
+        """Looks at the folders of some jobs, and removes what was put aside a day ago, and old rows."""
         if not self._emptied or time.monotonic() - self._emptied > LOOK_S:
             self._empty()
+            self._forget()
         for _ in range(most):
             with self._lock:
                 if not self._todo:
@@ -123,6 +126,16 @@ class Sweeper:
                 _remove_empty(path)
             with self._db.write() as connection:
                 connection.execute(t.metrics.delete().where(t.metrics.c.job == job))
+
+    def _forget(self) -> None:
+        """Removes old events of steps, and old decisions; never the newest row, because numbers are not used again."""
+        of_steps = t.events.c.kind.in_(("step", "eval"))
+        with self._db.write() as connection:
+            for table, seconds, where in ((t.events, STEPS_S, [of_steps]), (t.decisions, DECISIONS_S, [])):
+                newest = connection.scalar(select(func.max(table.c.seq))) or 0
+                old = [table.c.at < time.time() - seconds, table.c.seq < newest, *where]
+                chosen = select(table.c.seq).where(*old).order_by(table.c.seq).limit(MOST_ROWS)
+                connection.execute(table.delete().where(table.c.seq.in_(chosen.scalar_subquery())))
 
     def _empty(self) -> None:
         """Removes what was put aside a day ago."""

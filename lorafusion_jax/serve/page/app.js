@@ -125,7 +125,7 @@ async function job(id) {
   const evals = rows.filter((row) => row.kind === "eval").map((row) => [row.step, row.eval_loss]);
   const facts = {
     state: state(found.state), step: `${found.step} of ${found.steps ?? "?"}`, loss: number(found.loss), owner: found.owner,
-    base: found.base, rank: found.spec.lora.rank, "learning rate": found.spec.optim.lr, weight: found.weight,
+    base: found.base, rank: found.spec.lora.rank, "learning rate": found.spec.optim.lr, weight: found.weight, priority: found.priority,
     place: found.place ?? "–", "waited (s)": number(found.waited_s, 1), tokens: found.tokens ?? "–", submitted: moment(found.created),
   };
   const problems = found.problems.map((p) => [p.code, p.where, `${p.what} ${p.why}`, p.fix]);
@@ -177,7 +177,7 @@ async function keys() {
   if (!me.scopes.includes("admin")) return parts;
   const {items} = await api("/v1/keys");
   const revoke = (key) => el("button", {on: {click: async () => { await attempt(() => api(`/v1/keys/${key.id}`, {method: "DELETE"})); await render(); }}}, "Revoke");
-  const rows = items.map((key) => [key.id, key.owner, moment(key.created), key.revoked ? "revoked" : revoke(key)]);
+  const rows = items.map((key) => [key.id, key.owner, moment(key.created), moment(key.used), key.revoked ? "revoked" : revoke(key)]);
   const owner = el("input", {required: "", pattern: "[a-z0-9][a-z0-9._\\-]*", "aria-label": "owner", placeholder: "owner"});
   const shown = el("p");
   const add = async (event) => {
@@ -185,7 +185,7 @@ async function keys() {
     const made = await attempt(() => api("/v1/keys", {method: "POST", body: JSON.stringify({owner: owner.value})}));
     if (made) shown.replaceChildren("Copy it now, it is not shown again: ", el("code", {}, made.key));
   };
-  return [...parts, table([["key"], ["owner"], ["created", "wide"], [""]], rows, "No keys: everybody on this machine may do everything."),
+  return [...parts, table([["key"], ["owner"], ["created", "wide"], ["last used", "wide"], [""]], rows, "No keys: everybody on this machine may do everything."),
     el("h3", {}, "Add a key"), el("form", {class: "actions", on: {submit: add}}, owner, el("button", {}, "Add")), shown];
 }
 

@@ -230,6 +230,13 @@ def list_keys(connection: Connection) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "sha256"} for row in rows]
 
 
+def note_use(connection: Connection, used: dict[str, float]) -> None:
+    """Takes when keys were last used, and empties the mapping of it."""
+    while used:
+        name, at = used.popitem()
+        connection.execute(t.keys.update().where(t.keys.c.id == name).values(used=at))
+
+
 def revoke_key(connection: Connection, name: str) -> bool:
     """Revokes a key and its sessions; returns whether it exists."""
     if connection.execute(select(t.keys.c.id).where(t.keys.c.id == name)).first() is None:
