@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import time
 from dataclasses import replace
@@ -19,6 +20,8 @@ from training_service import read_outputs
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.tokenizer import load_tokenizer
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.serve.tinker.datums import DatumError
 from lorafusion_jax.serve.tinker.messages import message_class
 from lorafusion_jax.serve.worker.samples import Samples
 from lorafusion_jax.serve.worker.stream import Models
@@ -328,6 +331,29 @@ def test_samples_end_by_their_stops_and_differ_by_their_seeds(sampling):
     filtered = sampled(worker, "top", peft, sampling_params={"max_tokens": 4, "top_k": 1, "top_p": 0.5, "stop": []})
     greedy = sampled(worker, "greedy-4", peft, sampling_params={"max_tokens": 4, "temperature": 0.0, "stop": []})
     assert drawn(filtered)[0][0] == drawn(greedy)[0][0]
+
+
+def test_a_folder_has_the_scale_of_each_projection(sampling, tmp_path):
+    """That of training: alpha / √rank of each layer, by the patterns of the folder."""
+    worker, peft, _ = sampling
+    bank = worker.samples._bank
+    plain, folder = bank.read(peft), tmp_path / "patterns"
+    shutil.copytree(peft, folder)
+    (folder / "SHA256SUMS").unlink()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    config |= {"use_rslora": True, "alpha_pattern": {"1.self_attn.q_proj": 5, "down_proj": 7}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    read = bank.read(folder)
+    alphas = {"q_proj": [config["lora_alpha"], 5], "down_proj": [7, 7]}
+    for name, leaf in read.items():
+        path, _, kind = name.rpartition(".")
+        wanted = np.ones(2) if kind == "lora_a" else np.array(alphas[path.rpartition(".")[2]]) / config["r"] ** 0.5
+        before = 1 if kind == "lora_a" else scale
+        np.testing.assert_allclose(leaf[:2], plain[name][:2] / before * wanted[:, None, None], rtol=1e-5)
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises((DatumError, LoraFusionError)):
+        bank.read(folder)
 
 
 def complete(worker: Worker, name: str, folder: Path | None, **more: Any) -> list[dict[str, Any]]:

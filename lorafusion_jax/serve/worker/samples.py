@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -279,14 +281,26 @@ class Bank:
         """Reads what was saved to sample from, or to train on, as leaves of the largest rank whose scale is 1."""
         if (folder / "adapter_config.json").is_file():
             spec, stored = read_leaves(folder, self._parts)
-            scale = spec.scale
+            scale, ratios = spec.scale, self._parts.inputs.ratios_of(spec)
+            self._check(spec, stored)
         else:
             stored = AdapterState.read(folder, self._task.adapter).weights
             ranks = {leaf.shape[-1] for name, leaf in stored.items() if name.endswith(".lora_a")}
-            scale = 32.0 / max(ranks)
+            scale, ratios = 32.0 / max(ranks), {}
         leaves = {}
         for name, leaf in stored.items():
             leaves[name] = np.zeros(self._shapes[name], np.float32)
             within = tuple(slice(size) for size in leaf.shape)
-            leaves[name][within] = leaf * np.float32(scale if name.endswith(".lora_b") else 1)
+            factor_L = scale * np.asarray(ratios.get(name, 1.0)) if name.endswith(".lora_b") else np.ones(())
+            leaves[name][within] = leaf * factor_L.astype(np.float32).reshape(-1, *[1] * (leaf.ndim - 1))
         return leaves
+
+    def _check(self, spec: AdapterSpec, stored: Leaves) -> None:
+        """Refuses adapters that no place of the session could hold."""
+        if spec.kind != PLAIN:
+            raise DatumError(f"the adapter is of kind {spec.kind}, and a session samples adapters of kind {PLAIN}")
+        for name, leaf in stored.items():
+            if name not in self._shapes:
+                raise DatumError(f"the adapter has {name}, and no adapter of this session has that")
+            if any(size > most for size, most in zip(leaf.shape, self._shapes[name], strict=True)):
+                raise DatumError(f"the adapter has rank {spec.rank}, and the places of this session less")
