@@ -150,6 +150,7 @@ class RopeValues(BaseModel):
     llama_4_scaling_beta: Annotated[float, Field(ge=0, le=1e30)] | None = None
 
 
+MEANT = frozenset({*HFConfig.model_fields, *RopeValues.model_fields})  # keys that mean something in some family
 # Keys that every family reads.
 COMMON = (
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",

@@ -144,6 +144,9 @@ class ModelConfig:
         unsupported: list[str] = []
         fields = translate(raw, malformed, unsupported)
         if fields is not None and not malformed and not unsupported:
+            if unknown := fields.keys() - cls.__dataclass_fields__:
+                message = f"the family {fields['family']} has fields that no model has: {', '.join(sorted(unknown))}."
+                raise ConfigError("plugin.broken", message, fix="repair the package that it comes from")
             return cls(**fields)
         if malformed and not unsupported:
             raise CheckpointError(

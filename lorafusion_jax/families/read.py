@@ -162,7 +162,7 @@ def _refuse_unread(raw: dict[str, Any], family: Family, unsupported: list[str]) 
 
 def _dropouts(raw: Mapping[str, Any], family: Family, malformed: list[str]) -> tuple[tuple[str, float], ...]:
     """Dropout inside the base, which is not applied."""
-    defaults = dict.fromkeys(DROPOUTS, 0.0) | family.dropouts
+    defaults: dict[str, Any] = {**dict.fromkeys(DROPOUTS, 0.0), **family.dropouts}
     rates = {key: default if raw.get(key) is None else raw[key] for key, default in defaults.items()}
     rates = {key: rate for key, rate in rates.items() if key in family.dropouts or rate not in OFF}
     wrong = [key for key, rate in rates.items() if type(rate) not in (int, float) or not 0 <= rate < 1]

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lorafusion_jax.errors import did_you_mean
 from lorafusion_jax.families.experts import Router
-from lorafusion_jax.families.hf_config import COMMON
+from lorafusion_jax.families.hf_config import COMMON, MEANT
 from lorafusion_jax.families.norm import Place
 from lorafusion_jax.layout.layer import (
     BLOCK,
@@ -98,6 +99,11 @@ class Family:
     known_of_rope: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if unknown := sorted({*self.reads, *self.keys.values()} - self.keys.keys() - MEANT):
+            near = did_you_mean(unknown[0], MEANT)
+            raise ValueError(f"reads and keys have {unknown[0]!r}, which means nothing here. {near or 'See `known`.'}")
 
     @property
     def renamed_experts(self) -> bool:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.extend import Family
 from lorafusion_jax.families.multimodal import WRAPPERS
+from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.models import ModelConfig, RopeScaling
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -290,3 +292,23 @@ def test_other_quantised_checkpoints_are_refused_by_name(quantization, shown):
         read(quantization_config=quantization)
     assert caught.value.code == "model.unsupported"
     assert shown in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"reads": {"layer_norm_eps": 1e-5}}, "did you mean 'rms_norm_eps'"),
+        ({"keys": {"spin": "partial_rotary_factors"}}, "did you mean 'partial_rotary_factor'"),
+        ({"reads": {"twist": 0}}, "'twist', which means nothing here"),
+    ],
+)
+def test_a_family_reads_no_key_that_would_change_nothing(options, says):
+    with pytest.raises(ValueError, match=says):
+        Family(architectures=("ToyForCausalLM",), **options)
+
+
+def test_fields_that_no_model_has_are_named(monkeypatch):
+    raw = json.loads((GOLDEN / "llama2" / "config.json").read_text())
+    monkeypatch.setitem(FAMILIES, "twisted", Family(architectures=("TwistedForCausalLM",), fields={"twist": 1}))
+    with pytest.raises(ConfigError, match=r"plugin\.broken.*twisted has fields that no model has: twist"):
+        ModelConfig.from_hf(raw | {"architectures": ["TwistedForCausalLM"], "model_type": "twisted"})
