@@ -36,6 +36,10 @@ class Settings:
         workers_at: host and port where workers of other machines reach the server (None: they are on this machine).
         mlora_compat: mount mLoRA's routes, which have no users.
         training_api: mount the routes of the training API.
+        jobs_share: weight of all jobs together beside each owner of models of the training API.
+        yield_s: seconds in its place after which a job leaves it to a model, or to a job of equal priority.
+        sampling_share: of the devices' time for samples while slots wait, too.
+        sampler_places: adapters that are sampled from at a time.
         artifacts: URL of fsspec below which finished adapters are published, too.
         save_s: seconds between two saves of the state of a job.
         lease_s: seconds without a sign of a worker after which its jobs go back to the queue.
@@ -60,6 +64,10 @@ class Settings:
     workers_at: tuple[str, int] | None = None
     mlora_compat: bool = False
     training_api: bool = False
+    jobs_share: float = 0.5
+    yield_s: float = 60.0
+    sampling_share: float = 0.5
+    sampler_places: int = 16
     artifacts: str | None = None
     save_s: float = 60.0
     lease_s: float = 30.0

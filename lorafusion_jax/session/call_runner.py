@@ -22,6 +22,7 @@ from lorafusion_jax.session.move import to_host
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stream import Entry, Stream, Waiting, settle
+from lorafusion_jax.session.turns import Turns
 from scheduling import Slot
 from scheduling.pipeline import Event
 from scheduling.window import Cursor, plan_window
@@ -48,8 +49,8 @@ class _Pass:
 class CallRunner:
     """Runs the calls of the streams of a session. Its methods are called in the session's thread."""
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, session: Session, turns: Turns):
+        self._session, self._turns = session, turns
         self._tail = replace(session.first_tail, limits=replace(session.first_tail.limits, num_stages=1))
         self._entered: dict[int, list[Located]] = {}  # by slot
         self._passes: deque[_Pass] = deque()
@@ -123,7 +124,9 @@ class CallRunner:
             return
         for name in cursors:
             session.make_room(session.tasks[name])
-        window = plan_window(list(cursors.values()), self._tail, MOST_PASSES)
+        owners = [streams[name].owner for name in cursors]
+        window = plan_window(*self._turns.weigh([*cursors.values()], owners, self._tail), MOST_PASSES)
+        self._turns.note(window.slots, [*cursors.values()], owners, self._tail)
         for slot in window.slots:
             rows = session.assembler.slot(session.shape, slot.replicas, session.tasks)
             names = tuple(dict.fromkeys(ref.adapter for ref in slot.samples))

@@ -460,13 +460,15 @@ class Session:
         self.references.add(task.name, passes, take)
 
     def new_stream(
-        self, name: str, *, rank: int, alpha: float = 32.0, seed: int = 0, targets: str | list[str] = "all-linear"
-    ) -> Task:
+        self, name: str, *, rank: int, alpha: float = 32.0, seed: int = 0, targets: str | list[str] = "all-linear",
+        owner: str = "",
+    ) -> Task:  # fmt: skip
         """Returns the task of a training client, whose source is a `Stream`; `start` starts it.
 
         Args:
             alpha: the low-rank product is scaled by alpha / rank.
             targets: projections.
+            owner: shares its turns between its adapters (empty: this adapter is an owner).
 
         Raises:
             ConfigError, ErrorList: the adapter is invalid.
@@ -474,7 +476,7 @@ class Session:
         limits = self.first_tail.limits
         capacity = Capacity(tokens=limits.tiles * limits.tile_tokens, vocab_size=self._model.vocab_size)
         alone, adapter = self.first_tail.reproducible, {"rank": rank, "alpha": alpha, "seed": seed, "targets": targets}
-        return stream_task(self.config, name, capacity, calls_alone=alone, **adapter)
+        return stream_task(self.config, name, capacity, owner=owner, calls_alone=alone, **adapter)
 
     def restore(self, name: str, state: AdapterState, *, optimizer: bool = True) -> None:
         """Replaces the state of an adapter that trains, after all work issued so far.

@@ -114,6 +114,7 @@ class Stream(Source):
     Args:
         name: of the adapter.
         capacity: what rows must fit into.
+        owner: whose turns it shares with the owner's other adapters; the adapter's own if left out.
         calls_alone: plan each call alone.
 
     Attributes:
@@ -121,8 +122,8 @@ class Stream(Source):
         wake: called after a call was added, in the thread of `submit`.
     """
 
-    def __init__(self, name: str, capacity: Capacity, *, calls_alone: bool = False):
-        self._name, self._capacity, self._calls_alone = name, capacity, calls_alone
+    def __init__(self, name: str, capacity: Capacity, *, owner: str = "", calls_alone: bool = False):
+        self._name, self._capacity, self._owner, self._calls_alone = name, capacity, owner or name, calls_alone
         self._calls: deque[Waiting] = deque()  # in order; the first may be issued in part
         self._steps: deque[Waiting] = deque()  # those among them, and of those issued, that are steps without a result
         self._issued: set[Waiting] = set()
@@ -210,6 +211,10 @@ class Stream(Source):
     @property
     def digest(self) -> str:
         return DIGEST
+
+    @property
+    def owner(self) -> str:
+        return self._owner
 
     @property
     def targets(self) -> int:
@@ -373,6 +378,7 @@ def stream_task(
     alpha: float = 32.0,
     seed: int = 0,
     targets: str | list[str] = "all-linear",
+    owner: str = "",
     calls_alone: bool = False,
 ) -> Task:
     """Returns the task of a training client; see `Session.new_stream`.
@@ -381,6 +387,7 @@ def stream_task(
         config: of the session.
         alpha: the low-rank product is scaled by alpha / rank.
         targets: projections.
+        owner: see `Stream`.
 
     Raises:
         ConfigError, ErrorList: the adapter is invalid.
@@ -393,7 +400,7 @@ def stream_task(
     return Task(
         config=job,
         spec=adapter_spec(job.adapters[0], model_targets(job)),
-        source=Stream(name, capacity, calls_alone=calls_alone),
+        source=Stream(name, capacity, owner=owner, calls_alone=calls_alone),
         clock=AdapterProgress(name=name, num_steps=NO_END),
     )
 

@@ -81,6 +81,11 @@ class Source(Protocol):
         return {}
 
     @property
+    def owner(self) -> str:
+        """Of a training client; empty for a job. Owners have turns, see `Turns`."""
+        return ""
+
+    @property
     def targets(self) -> int:
         """Size of the table of its rows in microbatches, see `RowTable`; 0: they need none."""
         return 0

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.session.call_runner import CallRunner
 from lorafusion_jax.session.loop import SlotHooks
 from lorafusion_jax.session.session import Session
+from lorafusion_jax.session.turns import JOBS, Turns
 from scheduling import issue_order
 from scheduling.pipeline import one_forward_one_backward
-from scheduling.window import Window, advance, plan_window
+from scheduling.window import Cursor, Window, advance, plan_window
 
 CALL_HORIZON = 4  # slots of a window while clients wait for their calls
 
@@ -19,15 +20,18 @@ CALL_HORIZON = 4  # slots of a window while clients wait for their calls
 class WindowPlanner:
     """Plans the next slots of a session and runs them. Adapters may start and stop between two windows.
 
+    Args:
+        turns: of the owners of training clients.
+
     Attributes:
         slot: number of slots run so far.
     """
 
-    def __init__(self, session: Session):
-        self.session, self._tail, self.slot = session, session.first_tail, 0
+    def __init__(self, session: Session, turns: Turns | None = None):
+        self.session, self._tail, self.slot, self._turns = session, session.first_tail, 0, turns or Turns()
         self._pause: Callable[[], bool] = lambda: False
         self._enter: Callable[[int], None] = lambda slot: None
-        self._calls = CallRunner(session)
+        self._calls = CallRunner(session, self._turns)
         session.loop.hooks = SlotHooks(
             must_pause=self._must_pause, on_entry=lambda slot: self._enter(slot), on_done=self._calls.finish
         )
@@ -46,7 +50,11 @@ class WindowPlanner:
             if task.cursor is not None and task.source.targets:
                 self.session.make_room(task)
                 horizon = min(horizon, CALL_HORIZON)
-        return plan_window([task.cursor for task in running if task.cursor is not None], self._tail, horizon)
+        cursors = [task.cursor for task in running if task.cursor is not None]
+        return plan_window(*self._turns.weigh(cursors, self._owners(cursors), self._tail), horizon)
+
+    def _owners(self, cursors: Sequence[Cursor]) -> list[str]:
+        return [self.session.tasks[cursor.job.name].source.owner for cursor in cursors]
 
     def run(
         self,
@@ -75,6 +83,8 @@ class WindowPlanner:
         tasks = dict(session.tasks)
         before = {name: task.cursor for name, task in tasks.items() if task.cursor is not None}
         closed = [end for end in window.ends if tasks[end[1]].source.closes(end[2])]
+        cursors = [before[cursor.job.name] for cursor in window.cursors]  # with their own weights
+        owners = self._owners(cursors)
         events = issue_order(one_forward_one_backward(replace(window, ends=tuple(closed))), window.num_stages)
         self._enter = lambda slot: self._calls.enter(slot, slots[slot - first], before)
         later = session.run(
@@ -83,8 +93,9 @@ class WindowPlanner:
             lambda slot: session.assembler.slot(session.shape, slots[slot - first].replicas, tasks),
         )
         end = later[0].slot - first if later else len(slots)
-        if end < len(slots):
-            window = advance([before[cursor.job.name] for cursor in window.cursors], self._tail, slots[:end])
+        self._turns.note(slots[:end], cursors, owners, self._tail)
+        if end < len(slots) or set(owners) != {JOBS}:
+            window = advance(cursors, self._tail, slots[:end])
         self._tail, self.slot = window.tail, self.slot + end
         for cursor in window.cursors:
             tasks[cursor.job.name].cursor = tasks[cursor.job.name].source.advance(cursor)

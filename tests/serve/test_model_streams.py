@@ -62,7 +62,7 @@ class Worker:
         return [data for name, data in list(self.events) if name == kind]
 
     def start(self, *, epoch: int = 1, state: str | None = None, load: dict | None = None, job: str = JOB) -> None:
-        stream = {"name": job, "rank": 3, "alpha": 32.0, "seed": 3, "targets": TARGETS, "load": load}
+        stream = {"name": job, "rank": 3, "alpha": 32.0, "seed": 3, "targets": TARGETS, "load": load, "owner": "ana"}
         command = {"command": "start", "job": job, "epoch": epoch, "place": epoch % 7, "state": state}
         self.models.start(command | {"folder": str(self.folder / job), "values": {"stream": stream}})
         self.run(lambda: self.of("started") or self.of("failed"))

@@ -18,6 +18,7 @@ import zstandard
 from bigram_worker import WORDS, BigramProcess, Bigrams
 from training_service import ADAM, Model, TrainingService
 
+from lorafusion_jax.serve.store.keys import Limits, add_key
 from lorafusion_jax.serve.tinker import bodies, log, results, training
 from lorafusion_jax.serve.tinker.datums import read_batch
 from lorafusion_jax.serve.tinker.messages import message_class, read_head
@@ -201,8 +202,11 @@ def test_a_full_table_of_places_says_so(service, monkeypatch):
     assert models[1].rows(ROWS)[0] == 410
 
 
-def test_models_of_an_owner_share_its_weight(model, service):
-    models = [model, Model(service, session=model.session, seq=1), Model(service, owner="ben", rank=8)]
+def test_models_have_the_weight_of_their_owner(model, service):
+    """Its models share it where the slots are planned, see `Turns`."""
+    with service.db.write() as connection:
+        service.keys["cleo"] = add_key(connection, "cleo", limits=Limits(share=2.0))[1]
+    models = [model, Model(service, session=model.session, seq=1), Model(service, owner="cleo", rank=8)]
     for one in models:
         one.read(one.created["request_id"])
 
@@ -211,10 +215,11 @@ def test_models_of_an_owner_share_its_weight(model, service):
             jobs = [log.find_model(connection, one.id, None)["job"] for one in models]
             return [service.service.jobs.get(connection, job)["weight"] for job in jobs]
 
-    wait_for(lambda: weights() == [0.5, 0.5, 1.0])
+    wait_for(lambda: weights() == [1.0, 1.0, 2.0])
+    with service.db.read() as connection:
+        job = service.service.jobs.get(connection, log.find_model(connection, models[2].id, None)["job"])
+    assert service.controller.values(job)["stream"]["owner"] == "cleo"
     models[2].ask(f"/sessions/{models[2].session}/finish", {})
-    models[1].ask("/unload_model", {"model_id": models[1].id})
-    wait_for(lambda: weights()[0] == 1.0)
 
 
 def test_bodies_are_unpacked_with_limits(model, service, monkeypatch):

@@ -24,6 +24,7 @@ from lorafusion_jax.serve.settings import ONE_SESSION, Settings
 
 NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client")
 NEEDED_BY_API = ("google.protobuf", "zstandard")
+MOST_SAMPLER_PLACES = 256
 SECTIONS = ("base", "mesh", "batch", "train")
 DEMO = {"places": "16:2,64:1", "batch.capacity_tokens": 512, "base.dtype": "float32"}
 
@@ -53,6 +54,16 @@ MloraRoutes = Annotated[
 ]
 TrainingApi = Annotated[
     bool, typer.Option("--training-api", help="also serve the training API: the tinker SDK trains by calls")
+]
+JobsShare = Annotated[
+    float, typer.Option(min=0.001, max=1000, help="weight of all jobs beside each owner of the training API")
+]
+YieldSeconds = Annotated[float, typer.Option(min=0, help="seconds in its place before a job leaves it to another")]
+SamplingShare = Annotated[
+    float, typer.Option(min=0.01, max=0.99, help="of the time for samples while training waits, too")
+]
+SamplerPlaces = Annotated[
+    str, typer.Option(help="adapters that are sampled from at a time, NUMBER or RANK:NUMBER with the largest rank")
 ]
 SaveSeconds = Annotated[float, typer.Option(min=0.1, help="seconds between two saves of a job")]
 LeaseSeconds = Annotated[float, typer.Option(min=0.5, help="seconds without a sign after which a worker is lost")]
@@ -84,6 +95,10 @@ def command(
     reproducible: Reproducible = False,
     mlora_compat: MloraRoutes = False,
     training_api: TrainingApi = False,
+    jobs_share: JobsShare = 0.5,
+    yield_s: YieldSeconds = 60.0,
+    sampling_share: SamplingShare = 0.5,
+    sampler_places: SamplerPlaces = "16",
     save_s: SaveSeconds = 60.0,
     lease_s: LeaseSeconds = 30.0,
     ray: Ray = None,
@@ -111,7 +126,9 @@ def command(
         home=home.absolute(), bases=_bases(base or []), places=read_places(places), hosts=read_hosts(hosts, ray),
         gpus=gpus, memory_gib=memory_gib, policy=read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1),
         reproducible=reproducible, ray=ray, workers_at=read_workers_at(workers_at, ray),
-        mlora_compat=mlora_compat, training_api=training_api, artifacts=artifacts,
+        mlora_compat=mlora_compat, training_api=training_api, artifacts=artifacts, jobs_share=jobs_share,
+        yield_s=yield_s, sampling_share=sampling_share,
+        sampler_places=read_sampler_places(sampler_places, places),
         child_memory=int(child_memory_gib * 2**30), save_s=save_s, lease_s=lease_s,
         base=sections["base"], mesh=sections["mesh"], batch=sections["batch"], train=sections["train"],
     )  # fmt: skip
@@ -168,6 +185,29 @@ def read_workers_at(text: str | None, ray: str | None) -> tuple[str, int] | None
         fix = "--ray auto --workers-at 10.0.0.5:7071, with an address of this machine that the nodes reach"
         raise ConfigError("serve.workers-at", message, why="workers on other nodes connect to it", fix=fix)
     return host, int(port)
+
+
+def read_sampler_places(text: str, places: str) -> int:
+    """Reads NUMBER, or RANK:NUMBER with the rank of the largest place: every model can be sampled.
+
+    Raises:
+        ConfigError: `serve.sampler-places`.
+
+    >>> read_sampler_places("32:8", "16:4,32:2")
+    8
+    """
+    layout = Places.of(read_places(places))
+    by_kind = zip(layout.kinds, layout.ranks, strict=True)
+    largest = max((rank for kind, rank in by_kind if kind == "lora"), default=0)
+    rank, _, count = text.rpartition(":")
+    if not (count.isdecimal() and 1 <= int(count) <= MOST_SAMPLER_PLACES and rank in ("", str(largest))):
+        raise ConfigError(
+            "serve.sampler-places",
+            f"--sampler-places {text} is neither a number from 1 to {MOST_SAMPLER_PLACES} nor {largest}:NUMBER.",
+            why=f"samplers hold adapters of every place, and the largest has rank {largest}",
+            fix=f"--sampler-places {largest}:16",
+        )
+    return int(count)
 
 
 def read_hosts(hosts: int, ray: str | None) -> int:

@@ -398,7 +398,7 @@ class Controller:
     def values(self, job: Job) -> dict[str, Any]:
         """Returns the job file of a job; of a model of the training API, which has no data, what its adapter is."""
         if "stream" in job["spec"]:
-            return stream_values(job["spec"], job["id"], self._settings.path)
+            return stream_values(job["spec"], job["id"], job["owner"], self._settings.path)
         spec, settings = job["spec"] | {"weight": job.get("weight", job["spec"]["weight"])}, self._settings
         files, folders = {}, dict[str | None, Path]()
         with self._db.read() as connection:

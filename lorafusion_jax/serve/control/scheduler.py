@@ -83,7 +83,8 @@ class OneSession:
 
     def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic):
         self._plan = SessionPlan(base=next(iter(settings.bases), ""), places=dict(settings.places))
-        self._shares, self._clock = Shares(Places.of(self._plan.places)), clock
+        self._shares = Shares(Places.of(self._plan.places), settle_s=settings.yield_s)
+        self._clock = clock
 
     def count_hosts(self, hosts: Callable[[int], int | None]) -> None:
         del hosts

@@ -19,7 +19,6 @@ from lorafusion_jax.serve.store.jobs import Job as Row
 from lorafusion_jax.serve.store.keys import Limits
 
 ROUND_S = 1.0  # between two decisions while nothing changes
-SETTLE_S = 60.0  # in its place before a job leaves for one of equal priority
 HALF_LIFE_S = 3600.0  # after which what a user has received counts half
 
 
@@ -37,11 +36,15 @@ class _User:
 class Shares:
     """Decides for the places of one session.
 
+    Args:
+        settle_s: in its place before a job leaves it to one of equal priority, or to a model.
+
     Attributes:
         served: per user, place-seconds for its weight, recent ones most: it breaks ties between users.
     """
 
     layout: Places
+    settle_s: float = 60.0
     served: dict[str, float] = field(default_factory=dict[str, float])
     _since: dict[str, float] = field(default_factory=dict[str, float])  # job → when it was first seen in a place
     _at: float = -inf
@@ -167,6 +170,6 @@ class Shares:
             return False
         if row["priority"] != waiting["priority"]:
             return row["priority"] < waiting["priority"]
-        if now - self._since[row["id"]] < SETTLE_S:
+        if now - self._since[row["id"]] < self.settle_s:
             return False
         return "stream" in waiting["spec"] or users[row["owner"]].level(-1) >= users[waiting["owner"]].level(1)

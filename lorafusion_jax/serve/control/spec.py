@@ -163,16 +163,17 @@ def job_values(
     }
 
 
-def stream_values(spec: dict[str, Any], name: str, path: Callable[[str], Path]) -> dict[str, Any]:
+def stream_values(spec: dict[str, Any], name: str, owner: str, path: Callable[[str], Path]) -> dict[str, Any]:
     """Returns what the adapter of a model of the training API is, as the worker takes it.
 
     Args:
         name: of the adapter: in a session its job's id.
+        owner: of the model.
         path: (path of the database) → where it is.
     """
     load = spec["stream"]["load"]
     start = None if load is None else load | {"folder": str(path(load["folder"]))}
-    return {"stream": {"name": name, "seed": spec["seed"], "load": start, **spec["lora"]}}
+    return {"stream": {"name": name, "owner": owner, "seed": spec["seed"], "load": start, **spec["lora"]}}
 
 
 def kind_of(spec: dict[str, Any]) -> str:

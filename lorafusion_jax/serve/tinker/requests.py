@@ -65,7 +65,7 @@ class InTurn(Message):
             except ValidationError:
                 raise problem from None
             request = cls.model_construct(**turn.model_dump())
-            mistakes = (f"{'.'.join(map(str, each['loc']))} {each['msg']}".strip() for each in problem.errors())
+            mistakes = (f"{'.'.join(map(str, error['loc']))} {error['msg']}".strip() for error in problem.errors())
             request._mistake = {"refused": "; ".join(mistakes)[:1000]}
             return request
 

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -205,11 +205,11 @@ class Streams:
         self._unneeded.append(path)
 
     def _weights(self, connection: Connection) -> dict[str, float]:
-        """Weights of models that change: those of an owner share the owner's, however many there are."""
-        rows = [row for row in self.jobs.in_states(connection, "running") if is_stream(row)]
-        owners, limits = Counter(row["owner"] for row in rows), user_limits(connection)
-        wanted = {row["id"]: limits.get(row["owner"], Limits()).share / owners[row["owner"]] for row in rows}
-        return {row["id"]: wanted[row["id"]] for row in rows if row["weight"] != wanted[row["id"]]}
+        """Weights of models that change: their owner's. Its models that have rows share it, see `Turns`."""
+        limits = user_limits(connection)
+        models = {row["id"]: row for row in self.jobs.in_states(connection, "running") if is_stream(row)}
+        shares = {job: limits.get(row["owner"], Limits()).share for job, row in models.items()}
+        return {job: share for job, share in shares.items() if models[job]["weight"] != share}
 
     def kept(self, connection: Connection, job: Job, step: int) -> None:
         """Takes that a state of a model is on the disk: requests up to it never run again."""

@@ -56,6 +56,7 @@ def main() -> int:
     from lorafusion_jax.config.schema import BaseSettings, BatchSettings, MeshSettings, TrainSettings
     from lorafusion_jax.serve.worker.loop import WorkerLoop
     from lorafusion_jax.session import Places, Session, WindowPlanner
+    from lorafusion_jax.session.turns import JOBS_SHARE, Turns
 
     try:
         session = Session.open_places(
@@ -73,7 +74,9 @@ def main() -> int:
         link.close()
         raise
     opened.set()
-    loop = WorkerLoop(session, WindowPlanner(session), link, held, save_s=settings["save_s"])
+    windows = WindowPlanner(session, Turns(jobs_share=settings.get("jobs_share", JOBS_SHARE)))
+    sampling = {name: settings[name] for name in ("sampling_share", "sampler_places") if name in settings}
+    loop = WorkerLoop(session, windows, link, held, save_s=settings["save_s"], **sampling)
     models.append(loop.models)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when a worker ends

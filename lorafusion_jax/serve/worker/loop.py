@@ -16,6 +16,7 @@ from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.generation.engine import SLOTS
 from lorafusion_jax.report.events import RunEvent
 from lorafusion_jax.serve.state_folders import state_folder, states_before
 from lorafusion_jax.serve.wire import Message
@@ -109,12 +110,17 @@ class WorkerLoop:
     Args:
         windows: of the session.
         save_s: seconds between two saves of the state of a job.
+        sampling_share: of the time for samples while slots wait, too.
+        sampler_places: adapters that are sampled from at a time.
 
     Attributes:
         models, samples: of the training API.
     """
 
-    def __init__(self, session: Session, windows: WindowPlanner, link: Link, held: dict[str, Held], *, save_s: float):
+    def __init__(
+        self, session: Session, windows: WindowPlanner, link: Link, held: dict[str, Held], *, save_s: float,
+        sampling_share: float = 0.5, sampler_places: int = SLOTS,
+    ):  # fmt: skip
         self._session, self._windows = session, windows
         self._link, self._held, self._save_s = link, held, save_s
         self._readers = ThreadPoolExecutor(1, "data")
@@ -133,7 +139,9 @@ class WorkerLoop:
             link.commands.put({"command": "wake"})
 
         self.models = Models(session, link, save_s=save_s, wake=wake)
-        self.samples = Samples(session, link, wake=wake)
+        self.samples = Samples(session, link, wake=wake, places=sampler_places)
+        self._per_slot = sampling_share / (1 - sampling_share)  # seconds of samples for each second of slots
+        self._owed_s = 0.0  # to samples
         self.stop = threading.Event()  # set by a signal
 
     def run(self) -> None:
@@ -148,13 +156,11 @@ class WorkerLoop:
             self._start_loaded()
             self.models.advance()
             self._announce()
-            window = self._windows.plan(HORIZON)
-            self._windows.run(window, self._listen, self._must_pause)
-            self.samples.advance()
-            if not window.slots and not self._windows.has_calls:
+            has_slots = self._run_in_turn()
+            if not has_slots and not self._windows.has_calls:
                 self._session.drain()
             self._end_finished()
-            self._report(now=not window.slots)
+            self._report(now=not has_slots)
             self._advance_saves()
             if self._link.silent_s > SERVER_GONE_S:
                 break
@@ -165,6 +171,26 @@ class WorkerLoop:
         for pool in (self._reader, self._writer, self._exporters):
             pool.shutdown(wait=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _run_in_turn(self) -> bool:
+        """Runs a window, or some passes of samples if these have had less than their share. Returns whether it is one.
+
+        While samples wait, a window is a slot.
+        """
+        began = time.monotonic()
+        if self.samples.busy and self._owed_s > 0:
+            self.samples.advance()
+            self._owed_s -= time.monotonic() - began
+            return True
+        window = self._windows.plan(HORIZON)
+        count = self._windows.run(window, self._listen, self._must_pause)
+        if self.samples.busy and count:
+            self._session.drain()
+            self._owed_s = min(self._owed_s, 0.0) + (time.monotonic() - began) / count * self._per_slot
+        else:
+            self._owed_s = 0.0
+            self.samples.advance()
+        return bool(window.slots)
 
     def _must_pause(self) -> bool:
         self._report()

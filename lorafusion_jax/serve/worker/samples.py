@@ -23,7 +23,7 @@ from lorafusion_jax.errors import LoraFusionError, RunError, ServerCallError
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.generation.answer_text import AnswerTexts
 from lorafusion_jax.generation.capacity import blocks_that_fit
-from lorafusion_jax.generation.engine import ROWS, Engine
+from lorafusion_jax.generation.engine import ROWS, SLOTS, Engine
 from lorafusion_jax.generation.load import read_leaves
 from lorafusion_jax.generation.requests import Answer, Request
 from lorafusion_jax.generation.slots import Sampler
@@ -69,10 +69,11 @@ class Samples:
 
     Args:
         wake: ends the wait of the loop.
+        places: adapters that are sampled from at a time.
     """
 
-    def __init__(self, session: Session, link: Link, *, wake: Callable[[], None]):
-        self._session, self._link, self._wake = session, link, wake
+    def __init__(self, session: Session, link: Link, *, wake: Callable[[], None], places: int = SLOTS):
+        self._session, self._link, self._wake, self._places = session, link, wake, places
         self._asked: dict[str, Asked] = {}
         self._samplers: dict[str, Sampler] = {}  # folder → its snapshot, the least recently used first
         self._held: set[str] = set()  # folders that are read, or in `_samplers`
@@ -197,7 +198,7 @@ class Samples:
 
     def _read(self, command: Message) -> tuple[SampleRequest | CompletionRequest, Leaves | None]:
         if self._bank is None:
-            self._bank = Bank(self._session)
+            self._bank = Bank(self._session, self._places)
         bank, folder = self._bank, command["folder"]
         if command["command"] == "complete":
             request = read_completion(command["values"], bank.tokenizer_of(folder), bank.most_tokens)
@@ -234,13 +235,15 @@ class Samples:
 class Bank:
     """An engine on the base of a session, and the place through which snapshots come into it.
 
+    Args:
+        places: adapters that are sampled from at a time.
+
     Attributes:
         most_tokens: of a prompt and its sample.
     """
 
-    def __init__(self, session: Session):
-        places = session.places
-        by_kind = zip(places.kinds, places.ranks, strict=True)
+    def __init__(self, session: Session, places: int):
+        by_kind = zip(session.places.kinds, session.places.ranks, strict=True)
         rank = max((rank for kind, rank in by_kind if kind == "lora"), default=1)
         self._task = session.new_stream("sampler", rank=rank, alpha=rank)  # its scale is 1
         config = without_places(self._task.config)
@@ -260,6 +263,7 @@ class Bank:
         self.engine = Engine(
             self._stages,
             blocks=blocks,
+            slots=places,
             **({} if texts is None else {"ends_with": texts.ends_with, "special_texts": texts.special_texts}),
             stop_tokens=tokenizer.stop_ids,
         )

@@ -134,7 +134,7 @@ class Models:
         )
 
     def _load(self, values: dict[str, Any], state: Path | None) -> Loaded:
-        options = {key: values[key] for key in ("rank", "alpha", "seed", "targets")}
+        options = {key: values[key] for key in ("rank", "alpha", "seed", "targets", "owner")}
         task, load = self._session.new_stream(values["name"], **options), values["load"]
         if state is not None:
             return Loaded(task=task, state=AdapterState.read(state, task.adapter), first=None)
