@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
@@ -60,18 +59,12 @@ class Layer(LayerSpec):
     @property
     def row_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what each token keeps in the layer for the next ones of its sequence, by name."""
-        if isinstance(self.attention, Mamba | ShortConvolution):
-            raise ConfigError(
-                "generate.no-cache",
-                f"text cannot be generated with {type(self.attention).__name__} layers.",
-                fix="train, export and merge serve this base; generate with transformers or vLLM",
-            )
-        return {} if isinstance(self.attention, DeltaNet) else self.attention.row_shapes
+        return self.attention.row_shapes if isinstance(self.attention, Attention | LatentAttention) else {}
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what a sequence keeps in the layer, whatever its length, by name; float32."""
-        return self.attention.state_shapes if isinstance(self.attention, DeltaNet) else {}
+        return {} if isinstance(self.attention, Attention | LatentAttention) else self.attention.state_shapes
 
     @property
     def row_elements(self) -> int:

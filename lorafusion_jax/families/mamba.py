@@ -93,6 +93,14 @@ class Mamba:
         )
 
     @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As `DeltaNet.state_shapes`."""
+        return {
+            "memory": (self.heads, self.state, self.head_dim),
+            "last_rows": (self.kernel - 1, self.channels),
+        }
+
+    @property
     def rope(self) -> None:
         """It knows the order of rows without rotary embeddings."""
         return

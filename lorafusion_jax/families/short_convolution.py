@@ -60,6 +60,11 @@ class ShortConvolution:
         )
 
     @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As `DeltaNet.state_shapes`: the last rows of the convolution."""
+        return {"last_rows": (self.kernel - 1, self.width)}
+
+    @property
     def rope(self) -> None:
         """It knows the order of rows without rotary embeddings."""
         return

@@ -45,13 +45,28 @@ class Convolution(nnx.Module):
             y_TN = y_TN + jnp.where(same_T[:, None], earlier_TN, 0.0) * weight_NR[:, -1 - back]
         return y_TN if self.bias is None else y_TN + self.bias[...].astype(jnp.float32)
 
-    def next_row(self, x_BRN: Float[Array, "B R N"]) -> Float[Array, "B N"]:
+    def with_cache(
+        self, x_TN: Float[Array, "T N"], last_rows: Float[Array, "B R N"], inputs: LayerInputs
+    ) -> tuple[Float[Array, "T N"], Float[Array, "B R N"]]:
+        """Like a call, and returns the last rows of all sequences after these rows."""
+        rows, segments = inputs.cached, inputs.segments
+        assert rows is not None
+        if rows.decoding:
+            window_BRN = jnp.concatenate([last_rows[: len(x_TN)], x_TN[:, None].astype(last_rows.dtype)], 1)
+            return self._next_row(window_BRN), last_rows.at[: len(x_TN)].set(window_BRN[:, 1:])
+        offsets_M = jnp.asarray(segments.offsets)[:-1]
+        row_MR = (offsets_M + jnp.asarray(segments.lengths))[:, None] + jnp.arange(-last_rows.shape[1], 0)
+        last_MRN = jnp.where((row_MR >= offsets_M[:, None])[..., None], x_TN[jnp.maximum(row_MR, 0)], 0)
+        after = last_rows.at[jnp.asarray(rows.state_M)].set(last_MRN.astype(last_rows.dtype), mode="drop")
+        return self(x_TN, segments), after
+
+    def _next_row(self, x_BRN: Float[Array, "B R N"]) -> Float[Array, "B N"]:
         """The last row of each sequence, of whose last R rows x has."""
         weight_NR, x_BRN = self._weight_NR, x_BRN.astype(jnp.float32)
         y_BN = x_BRN[:, -1] * weight_NR[:, -1]
         for back in range(1, weight_NR.shape[1]):
             y_BN = y_BN + x_BRN[:, -1 - back] * weight_NR[:, -1 - back]
-        return y_BN
+        return y_BN if self.bias is None else y_BN + self.bias[...].astype(jnp.float32)
 
     @property
     def _weight_NR(self) -> jax.Array:
@@ -77,31 +92,23 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(self, x_TD: Float[Array, "T D"], inputs: LayerInputs) -> Float[Array, "T D"]:
         mixed_TN, z_THV, b_TH, a_TH = self._inputs(x_TD, inputs)
-        return self._out(gated_delta_rule(*self._rows(mixed_TN, b_TH, a_TH, inputs), **_where(inputs)), z_THV, inputs)
+        return self._out(gated_delta_rule(*self._rows(mixed_TN, b_TH, a_TH, inputs), **where(inputs)), z_THV, inputs)
 
     def with_cache(self, x_TD: jax.Array, inputs: LayerInputs, cache: Cache) -> tuple[jax.Array, Cache]:
         """Like a call, and returns the cache with the states of these rows' sequences after them."""
         rows = inputs.cached
         assert rows is not None
         mixed_TN, z_THV, b_TH, a_TH = self._inputs(x_TD, inputs)
-        memory, last_rows = cache["memory"], cache["last_rows"]
+        memory = cache["memory"]
+        mixed, last_rows = self.conv1d.with_cache(mixed_TN, cache["last_rows"], inputs)
+        of_rule = self._of_mixed(mixed, b_TH, a_TH, mixed_TN.dtype)
         if rows.decoding:
-            B = len(x_TD)
-            window_BRN = jnp.concatenate([last_rows[:B], mixed_TN[:, None].astype(last_rows.dtype)], 1)
-            mixed = self.conv1d.next_row(window_BRN)
-            o_THV, after = delta_rule_step(memory[:B], *self._of_mixed(mixed, b_TH, a_TH, mixed_TN.dtype))
-            cache = {"memory": memory.at[:B].set(after), "last_rows": last_rows.at[:B].set(window_BRN[:, 1:])}
-            return self._out(o_THV, z_THV, inputs), cache
-        segments, state_M = inputs.segments, jnp.asarray(rows.state_M)
-        o_THV, after = delta_rule_with_states(*self._rows(mixed_TN, b_TH, a_TH, inputs), **_where(inputs))
-        offsets_M = jnp.asarray(segments.offsets)[:-1]
-        row_MR = (offsets_M + jnp.asarray(segments.lengths))[:, None] + jnp.arange(1 - self.spec.kernel, 0)
-        last_MRN = jnp.where((row_MR >= offsets_M[:, None])[..., None], mixed_TN[jnp.maximum(row_MR, 0)], 0)
-        cache = {
-            "memory": memory.at[state_M].set(after, mode="drop"),
-            "last_rows": last_rows.at[state_M].set(last_MRN.astype(last_rows.dtype), mode="drop"),
-        }
-        return self._out(o_THV, z_THV, inputs), cache
+            o_THV, after = delta_rule_step(memory[: len(x_TD)], *of_rule)
+            memory = memory.at[: len(x_TD)].set(after)
+        else:
+            o_THV, after = delta_rule_with_states(*of_rule, **where(inputs))
+            memory = memory.at[jnp.asarray(rows.state_M)].set(after, mode="drop")
+        return self._out(o_THV, z_THV, inputs), {"memory": memory, "last_rows": last_rows}
 
     def _inputs(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Returns q, k and v side by side, z by head, b and a."""
@@ -155,7 +162,8 @@ class GatedDeltaNet(nnx.Module):
         return q, k, v.reshape(rows, spec.value_heads, -1)
 
 
-def _where(inputs: LayerInputs) -> dict[str, jax.Array]:
+def where(inputs: LayerInputs) -> dict[str, Any]:
+    """Which rows belong together."""
     segments = inputs.segments
     return {name: jnp.asarray(getattr(segments, name)) for name in ("ids", "offsets", "lengths")}
 

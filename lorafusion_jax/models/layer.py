@@ -133,8 +133,8 @@ class DecoderLayer(nnx.Module):
         spec, shared_after, caches = self.spec.attention, dict(shared), [cache]
 
         def mix(h_TD: jax.Array) -> jax.Array:
-            if isinstance(spec, DeltaNet):
-                o_TD, caches[0] = self.linear_attn.with_cache(h_TD, inputs, cache)
+            if not isinstance(spec, Attention | LatentAttention):
+                o_TD, caches[0] = getattr(self, spec.module).with_cache(h_TD, inputs, cache)
                 return o_TD
             attention = self._attention
             if isinstance(attention, LatentSelfAttention):

@@ -6,6 +6,7 @@ T packed tokens · D model width · H heads · P head width · G groups of heads
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,15 @@ from jaxtyping import Array, Float
 
 from lorafusion_jax.families.mamba import IN, OUT, Mamba
 from lorafusion_jax.models.build import Builder
-from lorafusion_jax.models.delta_net import Convolution
+from lorafusion_jax.models.cache import Cache
+from lorafusion_jax.models.delta_net import Convolution, where
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.norm import RMSNorm
 from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.modules import LoRALinear
 from pallas_kernels.mlp.xla import ACTIVATIONS
 from pallas_kernels.norm import rms_norm
-from pallas_kernels.state_space import state_space
+from pallas_kernels.state_space import state_space, state_space_step, state_space_with_states
 
 
 class MambaMixer(nnx.Module):
@@ -44,28 +46,48 @@ class MambaMixer(nnx.Module):
         self.norm = RMSNorm(spec.queries, eps=self.eps, dtype=build.dtype)
 
     def __call__(self, x_TD: Float[Array, "T D"], inputs: LayerInputs) -> Float[Array, "T D"]:
-        site, out_site = self.sites
-        mixed = checkpoint_name(self.in_proj(x_TD, inputs.lora, site=site), IN)
-        spec, segments = self.spec, inputs.segments
-        z, channels_TK, step_TH = jnp.split(mixed, (spec.queries, spec.queries + spec.channels), axis=-1)
+        z, channels_TK, step_TH = self._split(x_TD, inputs)
         # Backward computes what is elementwise again, and so keeps nothing in float32.
-        x_THP, *rows = jax.checkpoint(partial(self._rows, segments=segments))(channels_TK, step_TH)
-        ids, offsets, lengths = map(jnp.asarray, (segments.ids, segments.offsets, segments.lengths))
-        y_THP = state_space(*rows, ids=ids, offsets=offsets, lengths=lengths)
+        x_THP, *rows = jax.checkpoint(partial(self._rows, segments=inputs.segments))(channels_TK, step_TH)
+        return self._out(state_space(*rows, **where(inputs)), x_THP, z, inputs)
+
+    def with_cache(self, x_TD: jax.Array, inputs: LayerInputs, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Like a call, and returns the cache with the states of these rows' sequences after them."""
+        assert inputs.cached is not None
+        memory = cache["memory"]
+        z, channels_TK, step_TH = self._split(x_TD, inputs)
+        channels, last_rows = self.conv1d.with_cache(channels_TK, cache["last_rows"], inputs)
+        x_THP, *rows = self._of_channels(channels, step_TH, channels_TK.dtype)
+        if inputs.cached.decoding:
+            y_THP, after = state_space_step(memory[: len(x_TD)], *rows)
+            memory = memory.at[: len(x_TD)].set(after)
+        else:
+            y_THP, after = state_space_with_states(*rows, **where(inputs))
+            memory = memory.at[jnp.asarray(inputs.cached.state_M)].set(after, mode="drop")
+        return self._out(y_THP, x_THP, z, inputs), {"memory": memory, "last_rows": last_rows}
+
+    def _split(self, x_TD: jax.Array, inputs: LayerInputs) -> list[jax.Array]:
+        """Returns z, the channels of the convolution, and Δ."""
+        mixed, spec = checkpoint_name(self.in_proj(x_TD, inputs.lora, site=self.sites[0]), IN), self.spec
+        return jnp.split(mixed, (spec.queries, spec.queries + spec.channels), axis=-1)
+
+    def _out(self, y_THP: jax.Array, x_THP: jax.Array, z: jax.Array, inputs: LayerInputs) -> jax.Array:
         gated = jax.checkpoint(self._gated)(checkpoint_name(y_THP, OUT), x_THP, z)
-        return self.out_proj(gated, inputs.lora, site=out_site)
+        return self.out_proj(gated, inputs.lora, site=self.sites[1])
 
     def _rows(self, channels_TK: jax.Array, step_TH: jax.Array, *, segments: Segments) -> tuple[jax.Array, ...]:
+        return self._of_channels(self.conv1d(channels_TK, segments), step_TH, channels_TK.dtype)
+
+    def _of_channels(self, channels_TK: jax.Array, step_TH: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
         """Returns x, and x·Δ, B, C and Δ·A of each row."""
         spec, rows = self.spec, len(channels_TK)
-        channels = self.act(self.conv1d(channels_TK, segments))
+        channels = self.act(channels_TK)
         x, b, c = jnp.split(channels, (spec.queries, spec.queries + spec.keys), axis=-1)
         x = x.reshape(rows, spec.heads, -1)
         b, c = (y.reshape(rows, spec.groups, -1) for y in (b, c))
         bias_H, rate_H = (leaf[...].astype(jnp.float32) for leaf in (self.dt_bias, self.A_log))
         step_TH = jax.nn.softplus(step_TH.astype(jnp.float32) + bias_H)
         step_TH = jnp.clip(step_TH, spec.least, spec.most)
-        dtype = channels_TK.dtype
         scaled = (y.astype(dtype) for y in (x, x * step_TH[..., None], b, c))
         return (*scaled, -jnp.exp(rate_H) * step_TH)
 

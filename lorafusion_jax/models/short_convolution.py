@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from lorafusion_jax.families.short_convolution import IN, ShortConvolution
 from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.cache import Cache
 from lorafusion_jax.models.delta_net import Convolution
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.modules import LoRALinear
@@ -32,11 +33,17 @@ class GatedConvolution(nnx.Module):
         self.conv = Convolution((spec.width, 1, spec.kernel), bias=spec.bias, dtype=build.dtype, rngs=build.rngs)
 
     def __call__(self, x_TD: Float[Array, "T D"], inputs: LayerInputs) -> Float[Array, "T D"]:
-        site, out_site = self.sites
-        mixed = checkpoint_name(self.in_proj(x_TD, inputs.lora, site=site), IN)
+        mixed = checkpoint_name(self.in_proj(x_TD, inputs.lora, site=self.sites[0]), IN)
 
         def gated(mixed: jax.Array) -> jax.Array:
             b_TD, c_TD, x_TD = jnp.split(mixed, 3, axis=-1)
             return (c_TD * self.conv(b_TD * x_TD, inputs.segments)).astype(mixed.dtype)
 
-        return self.out_proj(jax.checkpoint(gated)(mixed), inputs.lora, site=out_site)
+        return self.out_proj(jax.checkpoint(gated)(mixed), inputs.lora, site=self.sites[1])
+
+    def with_cache(self, x_TD: jax.Array, inputs: LayerInputs, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Like a call, and returns the cache with the last rows of these rows' sequences."""
+        b_TD, c_TD, x_TD = jnp.split(self.in_proj(x_TD, inputs.lora, site=self.sites[0]), 3, axis=-1)
+        y_TD, last_rows = self.conv.with_cache(b_TD * x_TD, cache["last_rows"], inputs)
+        gated_TD = (c_TD * y_TD).astype(x_TD.dtype)
+        return self.out_proj(gated_TD, inputs.lora, site=self.sites[1]), {"last_rows": last_rows}

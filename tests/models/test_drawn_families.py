@@ -16,11 +16,17 @@ import numpy as np
 import pytest
 import test_parity
 from drawn import CASES_FILE, TOKENS, adapter, probe, tokens, weights
-from more_cases import nightly
+from more_cases import mostly_nightly, nightly
 from safetensors.numpy import save_file
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.generation.generator import Generator
+from lorafusion_jax.generation.load import load_stage
+from lorafusion_jax.generation.packing import BASE
+from lorafusion_jax.generation.requests import Request
+from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.models import ModelConfig, Segments
 from lorafusion_jax.models.experts import choose_experts
 from lorafusion_jax.peft.settings import text_name
@@ -126,9 +132,27 @@ def test_the_best_group_is_that_of_the_best_expert_or_of_the_best_two(value, wan
     np.testing.assert_allclose(weights.sum(), 0.45 if value == "best" else 0.55, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("case", "mixer"), [("bamba", "Mamba"), ("lfm2", "ShortConvolution")])
-def test_generation_refuses_layers_whose_state_it_does_not_keep(case, mixer):
-    kinds = ModelConfig.from_hf(ROWS[case]["config"]).kinds
-    layer = next(layer for layer in kinds if type(layer.attention).__name__ == mixer)
-    with pytest.raises(ConfigError, match=f"text cannot be generated with {mixer} layers"):
-        _ = layer.row_shapes
+# Of every run those whose states no other has: a state space, a short convolution.
+@pytest.mark.parametrize("case", mostly_nightly([*FORWARD.values()], ("granitemoehybrid", "lfm2")))
+def test_generated_tokens_are_the_most_probable_of_a_forward_pass(case, home):
+    """Prompts shorter and longer than a convolution, of the adapter and of the base, in one batch."""
+    folder = folder_of(case, home)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "only the text part")
+        run, leaves = test_parity.program_of(folder, gradients=False)
+        source = Source(base=folder, adapters=(AdapterSource(name="a", folder=folder / "adapter"),), asked=(),
+                        dtype="float32")  # fmt: skip
+        generator = Generator([load_stage(source)])
+    size, new = ModelConfig.from_hf(folder).vocab_size, TOKENS - 21
+    prompts = [tokens(TOKENS, size)[:length].tolist() for length in (2, 9, 20)]
+    sampling = Sampling(max_tokens=new, logprobs=2)
+    answers = generator([Request(tokens=p, adapter=a, sampling=sampling) for a in (0, BASE) for p in prompts])
+    assert answers[0].tokens != answers[3].tokens or answers[0].logprobs != answers[3].logprobs
+    for prompt, answer in zip(prompts, answers, strict=False):
+        ids = np.zeros(TOKENS, np.int32)
+        ids[: len(prompt) + new] = prompt + answer.tokens
+        segments = Segments.from_lengths((len(prompt) + new, TOKENS - len(prompt) - new), TOKENS)
+        logits = np.asarray(run(leaves, ids, np.arange(TOKENS), segments)[0][1])[len(prompt) - 1 :][:new]
+        wanted = logits[np.arange(new), answer.tokens] - np.log(np.exp(logits).sum(-1))
+        np.testing.assert_allclose(answer.logprobs, wanted, rtol=1e-4, atol=1e-5)
+        assert (logits.max(-1) - logits[np.arange(new), answer.tokens] < 1e-5).all()
