@@ -11,6 +11,7 @@ from rich.console import Console
 
 from lorafusion_jax.api.shown import Shown
 from lorafusion_jax.config.data_sources import DataSource, is_file, names
+from lorafusion_jax.config.from_files import expand_files
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.overrides import unreached
@@ -80,6 +81,7 @@ def load_job(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
     16
     """
     job_source = source_of(_with_stored_rows(source)) if isinstance(source, Mapping) else read_source(Path(source))
+    job_source = expand_files(job_source)
     config = parse_config(job_source, overrides)
     name = UNNAMED if isinstance(source, Mapping) else Path(source).stem
     return Job(config=config, name=name, notes=(*unreached(job_source, overrides), *ineffective(config)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from lorafusion_jax.planning.memory import NOT_MODELLED
 from lorafusion_jax.planning.pauses import LEFT_OUT
 from lorafusion_jax.planning.planned import GIB, OneAfterAnother, Planned, PlannedAdapter, PredictedTimes
 from lorafusion_jax.planning.prediction import PredictedMemory
-from lorafusion_jax.report.console import plain_table, say
+from lorafusion_jax.report.console import most_telling, plain_table, say
 from lorafusion_jax.report.format import count, duration, exact, percent, sizes
 from lorafusion_jax.weights.table import NONE
 from scheduling import Plan
@@ -30,7 +31,10 @@ def show_plan(console: Console, planned: Planned) -> None:
         f"capacity {sizes(config.batch.sizes)} tokens\n",
         highlight=False,
     )
-    console.print(_adapters(planned))
+    shown, rest = most_telling(planned.adapters, lambda adapter: adapter.tokens)
+    console.print(_adapters(shown))
+    if rest:
+        say(console, rest)
     bubbles = f"   bubbles {percent(times.bubble_share)}" if times else ""
     console.print(
         f"\nmicrobatches {exact(plan.num_slots - plan.num_noops)}   capacity used {percent(plan.density)}   "
@@ -42,9 +46,9 @@ def show_plan(console: Console, planned: Planned) -> None:
         show_memory(console, planned.memory)
 
 
-def _adapters(planned: Planned) -> Table:
+def _adapters(adapters: Mapping[str, PlannedAdapter]) -> Table:
     table = plain_table(("adapter",), ("rows", "tokens", "max", "cut", "no-loss", "rank", "steps", "finishes"))
-    for name, adapter in planned.adapters.items():
+    for name, adapter in adapters.items():
         table.add_row(
             name,
             exact(adapter.rows),

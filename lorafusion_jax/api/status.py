@@ -17,7 +17,7 @@ from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.checkpoint.saved_states import read_position
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.log_file import read_rows
-from lorafusion_jax.report.console import plain_table
+from lorafusion_jax.report.console import most_telling, plain_table
 from lorafusion_jax.report.early_stops import EarlyStops, early_stops
 from lorafusion_jax.report.format import count, duration, exact, layout, omissions, waits
 from lorafusion_jax.report.ranking import Measure, Ranking, measures_of, rank
@@ -233,7 +233,8 @@ def status_screen(numbers: dict) -> Group:
     notes = []
     if not numbers["adapters"]:
         return Group(head)
-    for name, row in numbers["adapters"].items():
+    shown, rest = most_telling(numbers["adapters"], lambda row: (bool(row["reason"]), row["status"] == "running"))
+    for name, row in shown.items():
         losses = [
             "–" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "held_out_before", "held_out_after")
         ]
@@ -246,6 +247,7 @@ def status_screen(numbers: dict) -> Group:
             notes.append(Text(f"{name}: {row['reason']}; kept step {row['step']}", style="red"))
         elif worse := got_worse(name, row["held_out_before"], row["held_out_after"]):
             notes.append(Text(worse, style="yellow"))
+    notes += [Text(rest)] if rest else []
     speed = numbers["throughput"]
     rates = (
         [

@@ -16,16 +16,15 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, typed
 from lorafusion_jax.config.job_checks import ineffective
-from lorafusion_jax.config.load import examine_config
+from lorafusion_jax.config.load import examine_config, read_job_file
 from lorafusion_jax.config.overrides import unreached
-from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import LoraFusionError, unique
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.planning.checks import checked_data, layer_problems, problems_of_base, weight_notes
-from lorafusion_jax.report.console import out, plain_table, say, warn
+from lorafusion_jax.report.console import most_telling, out, plain_table, say, warn
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, exact
 from lorafusion_jax.report.trackers import missing_packages
@@ -59,7 +58,7 @@ def command(
     check_start(config, prepared)
     notes = [
         *of_layers,
-        *unreached(read_source(jobs), overrides or ()),
+        *unreached(read_job_file(jobs), overrides or ()),
         *ineffective(config),
         *weight_notes(config),
         *missing_packages(config.report),
@@ -76,7 +75,8 @@ def command(
         return
     console = out()
     table = plain_table(("adapter", "format"), ("rows", "tokens", "learned", "max", "cut", "dropped", "held-out"))
-    for name, data in prepared.adapters.items():
+    shown, rest = most_telling(prepared.adapters, lambda data: data.train.report.tokens)
+    for name, data in shown.items():
         report = data.train.report
         table.add_row(
             name,
@@ -90,6 +90,8 @@ def command(
             exact(data.eval.report.rows) if data.eval else "–",
         )
     console.print(table)
+    if rest:
+        say(console, rest)
     if losses:
         _show_base_losses(console, config, losses)
     warn(console, notes)

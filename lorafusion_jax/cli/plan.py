@@ -14,9 +14,8 @@ from lorafusion_jax.api.plans import check_start
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, ends_in, next_command, typed
 from lorafusion_jax.config.job_checks import ineffective
-from lorafusion_jax.config.load import examine_config
+from lorafusion_jax.config.load import examine_config, read_job_file
 from lorafusion_jax.config.overrides import unreached
-from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.files import replace_text
@@ -94,7 +93,7 @@ def command(
     if timeline and planned.costs:
         timeline.parent.mkdir(parents=True, exist_ok=True)
         replace_text(timeline, planned.timeline_html())
-    notes = [*unreached(read_source(jobs), overrides or ()), *ineffective(config)]
+    notes = [*unreached(read_job_file(jobs), overrides or ()), *ineffective(config)]
     notes += [*missing_packages(config.report), *planned.notes, *weight_notes(config)]
     notes += [f"auto chose {why}"] if why else []
     if as_json:

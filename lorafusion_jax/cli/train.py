@@ -11,8 +11,8 @@ from lorafusion_jax.cli.common import JobFile, Overrides, ProgramCache
 from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, Started, join_processes
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.job_checks import ineffective
+from lorafusion_jax.config.load import read_job_file
 from lorafusion_jax.config.overrides import unreached
-from lorafusion_jax.config.read import read_source
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, warn
 
@@ -46,7 +46,7 @@ def command(
 
     config = load_config(jobs, overrides or ())
     console = out()
-    warn(console, unreached(read_source(jobs), overrides or ()) + ineffective(config))
+    warn(console, unreached(read_job_file(jobs), overrides or ()) + ineffective(config))
     join_processes(
         config.mesh,
         distributed=distributed,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lorafusion_jax.config.auto import take_auto
 from lorafusion_jax.config.data_sources import Sources, is_file
-from lorafusion_jax.config.load import parse_config
-from lorafusion_jax.config.read import Source, read_source
+from lorafusion_jax.config.load import parse_config, read_job_file
+from lorafusion_jax.config.read import Source
 from lorafusion_jax.config.references import reference_of
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig, ObjectiveSettings, Section
 from lorafusion_jax.config.sections import SHARED
@@ -30,7 +30,7 @@ def read_joining(path: Path, run: JobConfig, overrides: Sequence[str] = ()) -> t
         ConfigError, ErrorList: every mistake of the file; `add.other-settings`, it says something else than the run;
             see `check_names`.
     """
-    source = read_source(path)
+    source = read_job_file(path)
     config = parse_config(_with_shared(source, run), overrides)
     raise_all([*_differences(source, config, run)])
     check_names(config.adapters, run)

@@ -41,11 +41,12 @@ def job_schema() -> dict[str, Any]:
         "required": ["name"],
         "additionalProperties": False,
     }
+    entries = {"type": "array", "items": adapter, "minItems": 1}
     return {
         "$schema": DIALECT,
         "title": "lorafusion job file",
         "type": "object",
-        "properties": shared | defaults | singles | {"adapters": {"type": "array", "items": adapter, "minItems": 1}},
+        "properties": shared | defaults | singles | {"adapters": {"anyOf": [entries, _of_files(adapter)]}},
         "required": ["base", "adapters"],
         "additionalProperties": False,
         "$defs": definitions,
@@ -76,3 +77,10 @@ def _swept(value: dict[str, Any]) -> dict[str, Any]:
     notes = {name: value[name] for name in ("description", "default", "title") if name in value}
     single = {name: inner for name, inner in value.items() if name not in notes}
     return notes | {"anyOf": [single, {"type": "array", "items": single, "minItems": 1}]}
+
+
+def _of_files(adapter: dict[str, Any]) -> dict[str, Any]:
+    """An adapter for each file: `from` beside the keys of every one."""
+    pattern = {"type": "string", "minLength": 1}
+    patterns = {"anyOf": [pattern, {"type": "array", "items": pattern, "minItems": 1}]}
+    return adapter | {"properties": {"from": patterns} | adapter["properties"], "required": ["from"]}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.auto import take_auto
+from lorafusion_jax.config.from_files import expand_files
 from lorafusion_jax.config.merge import merge_entries
 from lorafusion_jax.config.other_programs import MANY, of_another_program
 from lorafusion_jax.config.overrides import overridden
@@ -27,14 +28,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.JobCo
     Raises:
         ConfigError, ErrorList: all errors of the file, with their lines.
     """
-    return parse_config(read_source(Path(path)), overrides)
+    return parse_config(read_job_file(Path(path)), overrides)
+
+
+def read_job_file(path: Path) -> Source:
+    """A job file with an adapter for each file that `adapters.from` matches."""
+    return expand_files(read_source(path))
 
 
 def examine_config(
     path: str | Path, overrides: Sequence[str] = ()
 ) -> tuple[schema.JobConfig | None, list[LoraFusionError]]:
     """Like `load_config`, but returns the errors with the valid part of the job, so that more can be checked."""
-    return examine_source(read_source(Path(path)), overrides)
+    return examine_source(read_job_file(Path(path)), overrides)
 
 
 def examine_source(

@@ -137,9 +137,10 @@ def _read_yaml(path: Path, text: str) -> Source:
 def _parse_yaml(text: str, where: str) -> tuple[yaml.Node | None, Any]:
     """Returns the nodes of a YAML text, checked before values are built from them, and the values."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
         _count(node, (), {})
-        return node, yaml.safe_load(text)
+        return node, None if node is None else loader.construct_document(node)
     except yaml.YAMLError as problem:
         mark = getattr(problem, "problem_mark", None)
         raise ConfigError(

@@ -34,6 +34,7 @@ OPTIONAL = ("segment_lengths", "answer")
 NAMED = ("numbers", "values")  # dictionaries of arrays
 LARGE = ".set"  # suffix of the folder of a large set
 LARGEST_BYTES = 2 << 30  # size of all entries; the least recently used are removed first
+UNSEEN: dict[Path, int] = {}  # bytes that this process has stored in a folder since it listed the entries
 
 
 def token_cache() -> Path:
@@ -105,7 +106,7 @@ def store(entry: Path, samples) -> None:
         except OSError:
             os.unlink(name)
             raise
-        _shrink(entry.parent)
+        _shrink_at_times(entry)
     except OSError:
         return
 
@@ -124,7 +125,7 @@ def store_folder(entry: Path, samples, arrays: Path) -> None:
         (arrays / "head.json").write_text(json.dumps(head), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(arrays, folder)
-        _shrink(entry.parent)
+        _shrink_at_times(folder)
     except OSError:
         return
 
@@ -149,6 +150,16 @@ def _load_folder(folder: Path) -> tuple[dict[str, Any], dict] | None:
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
     return (arrays, report) if same else None
+
+
+def _shrink_at_times(entry: Path) -> None:
+    """Listing a folder for each of a thousand entries would cost more than to tokenise them."""
+    folder, unseen = entry.parent, UNSEEN.get(entry.parent)
+    if unseen is None or unseen + _size(entry) > LARGEST_BYTES // 16:
+        _shrink(folder)
+        UNSEEN[folder] = 0
+    else:
+        UNSEEN[folder] = unseen + _size(entry)
 
 
 def _shrink(folder: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+MOST_LINES, LARGEST = 40, 20  # adapters of a table; those shown of more
 
 
 def out() -> Console:
@@ -26,6 +29,18 @@ def plain_table(left: Sequence[str], right: Sequence[str], **options) -> Table:
     for title in right:
         table.add_column(title, justify="right", no_wrap=True)
     return table
+
+
+def most_telling(rows: Mapping[str, Any], size: Callable[[Any], Any]) -> tuple[dict[str, Any], str]:
+    """Rows of a table of adapters: all in their order or, of too many for a screen, the largest; and what is missing.
+
+    >>> most_telling({"law": 3, "med": 5}, lambda tokens: tokens)
+    ({'law': 3, 'med': 5}, '')
+    """
+    if len(rows) <= MOST_LINES:
+        return dict(rows), ""
+    names = sorted(rows, key=lambda name: size(rows[name]), reverse=True)[:LARGEST]
+    return {name: rows[name] for name in names}, f"… and {len(rows) - LARGEST} more adapters; --json has all"
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:

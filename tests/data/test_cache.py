@@ -120,3 +120,16 @@ def test_an_entry_that_is_read_goes_last(load, tmp_path, monkeypatch):
     load(ROWS[1:])
     assert read in entries(tmp_path)
     assert other not in entries(tmp_path)
+
+
+def test_many_entries_do_not_list_the_folder_each(load, monkeypatch):
+    """A thousand adapters store a thousand entries: the folder is listed at the first, and when much was added."""
+    listed = []
+    monkeypatch.setattr(cache, "_shrink", listed.append)
+    monkeypatch.setattr(cache, "UNSEEN", {})
+    for number in range(8):
+        load([*ROWS] * (number + 1))
+    assert len(listed) == 1
+    monkeypatch.setattr(cache, "LARGEST_BYTES", 16)
+    load(ROWS[1:])
+    assert len(listed) == 2

@@ -1,0 +1,76 @@
+"""`adapters: {from: …}`: an adapter of each file that a pattern matches."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+import lorafusion_jax as lf
+from lorafusion_jax.config import load_config
+from lorafusion_jax.errors import ConfigError, LoraFusionError
+
+
+@pytest.fixture
+def job(tmp_path):
+    """job(adapters): a job file with these adapters, beside data of three shops and an evaluation of each."""
+    for name in ("data/north.jsonl", "data/south.v2.jsonl.gz", "data/deep/east.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+
+    def write(adapters):
+        file = tmp_path / "job.yaml"
+        file.write_text(yaml.safe_dump({"base": {"model": "base"}, "lora": {"rank": 2}, "adapters": adapters}))
+        return file
+
+    return write
+
+
+def test_each_file_is_an_adapter_of_its_name(job):
+    shared = {"epochs": 3, "lora": {"alpha": 1}, "data": {"eval": "evals/{stem}.csv", "max_length": 64}}
+    adapters = load_config(job({"from": ["data/*", "data/**/*.csv"], **shared})).adapters
+    assert [adapter.name for adapter in adapters] == ["north", "south.v2", "east"]
+    assert [adapter.data.train[0].path for adapter in adapters] == [
+        "data/north.jsonl", "data/south.v2.jsonl.gz", "data/deep/east.csv",
+    ]  # fmt: skip
+    assert {
+        (adapter.epochs, adapter.lora.rank, adapter.lora.alpha, adapter.data.max_length) for adapter in adapters
+    } == {(3, 2, 1, 64)}
+    assert adapters[1].data.eval[0].path == "evals/south.v2.csv"
+
+
+def test_names_and_lists_of_settings_are_those_of_every_file(job):
+    file = job({"from": "data/*.jsonl*", "name": "shop-{stem}", "optim": {"lr": [1e-4, 2e-4]}})
+    names = ["shop-north-lr1e-4", "shop-north-lr2e-4", "shop-south.v2-lr1e-4", "shop-south.v2-lr2e-4"]
+    assert [adapter.name for adapter in load_config(file).adapters] == names
+    (north, *_) = load_config(file, ["adapters.shop-north.lora.rank=8"]).adapters
+    assert north.lora.rank == 8
+
+
+def test_a_job_of_a_notebook_may_say_so_too(job, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    job([])
+    loaded = lf.load_job({"base": {"model": "base"}, "adapters": {"from": "data/*.jsonl*"}})
+    assert [adapter.name for adapter in loaded.config.adapters] == ["north", "south.v2"]
+
+
+@pytest.mark.parametrize(
+    ("adapters", "code"),
+    [
+        ({"from": "data/*.parquet"}, "config.no-files"),
+        ({"from": ["data/*", "other/*"]}, "config.no-files"),
+        ({"from": []}, "config.type"),
+        ({"data": {"train": "data/north.jsonl"}}, "config.type"),
+        ({"from": "data/*", "data": {"train": "data/north.jsonl"}}, "config.type"),
+        ({"from": "data/*", "ranks": 4}, "config.unknown-key"),
+        ({"from": ["data/*", "data/**/*"], "name": "shop"}, "config.duplicate-name"),
+    ],
+    ids=json.dumps,
+)
+def test_what_does_not_make_adapters_is_an_error(job, adapters, code):
+    with pytest.raises(LoraFusionError) as raised:
+        load_config(job(adapters))
+    problems = getattr(raised.value, "errors", [raised.value])
+    assert {problem.code for problem in problems} == {code}
+    assert all(isinstance(problem, ConfigError) and problem.where for problem in problems)
