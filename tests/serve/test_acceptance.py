@@ -16,6 +16,7 @@ import pytest
 from campaigns.service_process import PATIENCE_S, Server, specs, wait_for
 from more_cases import nightly
 from safetensors.numpy import load_file
+from training_service import Model, TrainingService
 
 from lorafusion_jax.serve.client import Client, Job
 
@@ -34,8 +35,8 @@ if "lorafusion_jax.serve.worker" in sys.orig_argv:
 
 
 @contextmanager
-def served(home: Path, base: Path) -> Iterator[Server]:
-    server = Server(home, base)
+def served(home: Path, base: Path, *more: str) -> Iterator[Server]:
+    server = Server(home, base, more=more)
     server.start()
     try:
         yield server
@@ -90,6 +91,50 @@ def test_jobs_end_as_if_nothing_had_happened(quick_compiles, tiny_base, tmp_path
             assert [key for key in ours if not (ours[key] == theirs[key]).all()] == []
             steps = [row["step"] for row in again(number).metrics() if row["kind"] == "step"]
             assert steps == list(range(1, again(number).show()["steps"] + 1))  # each once, whatever ran twice
+
+
+class Remote:
+    """What a model of the training API asks, wherever the server listens."""
+
+    ask = TrainingService.ask
+
+    def __init__(self, server: Server):
+        self._server, self.keys = server, server.keys
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+
+@pytest.mark.nightly
+def test_calls_in_flight_end_as_if_nothing_had_happened(quick_compiles, tiny_base, tmp_path, monkeypatch):
+    """The worker is killed in the middle of twelve, then worker and server. Every result is that of a calm model."""
+    monkeypatch.setattr(Model, "patience_s", PATIENCE_S)
+    rows = [[1, 2, 3, 4, 5], [3, 1, 4, 1, 5, 9, 2, 6], [7, 8]]
+    with served(tmp_path / "home", tiny_base, "--training-api") as server:
+
+        def send(model: Model) -> list[tuple[int, dict]]:
+            turns = [(model.rows(rows), model.rows(rows[:2]), model.step(learning_rate=0.01)) for _ in range(4)]
+            return [future for turn in turns for future in turn] + [model.rows(rows, forward_only=True)]
+
+        calm = Model(Remote(server))
+        wanted = [calm.result(future) for future in send(calm)]
+        model = Model(Remote(server), session=calm.session, seq=1)
+        futures = send(model)
+        model.result(futures[2])
+        os.kill(server.worker(), signal.SIGKILL)
+        model.result(futures[5])
+        os.kill(server.worker(), signal.SIGKILL)
+        server.end(signal.SIGKILL)
+        server.start()
+        for future, expected in zip(futures, wanted, strict=True):
+            result = model.result(future)
+            if isinstance(expected, dict):
+                assert result == expected
+                continue
+            (logprobs, metrics), (calm_logprobs, calm_metrics) = result, expected
+            assert metrics == calm_metrics
+            assert [row.tobytes() for row in logprobs] == [row.tobytes() for row in calm_logprobs]
 
 
 @pytest.mark.nightly
