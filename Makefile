@@ -45,8 +45,9 @@ test-models: .venv-models/.ready
 	@.venv-models/bin/python -m pytest tests/modules/test_published_models.py --no-skips -m "not gpu"
 
 # Training, folders and templates against torch, transformers, PEFT and TRL, in an environment of their own.
-test-peers: .venv/.ready .venv-peers/.ready
-	@LORAFUSION_PEERS=$(CURDIR)/.venv-peers/bin/python $(BIN)/python -m pytest tests/peers -m "not gpu"
+test-peers: .venv/.ready .venv-peers/.ready .venv-cookbook/.ready
+	@LORAFUSION_PEERS=$(CURDIR)/.venv-peers/bin/python LORAFUSION_COOKBOOK=$(CURDIR)/.venv-cookbook/bin/python \
+		$(BIN)/python -m pytest tests/peers -m "not gpu"
 
 # The suite on the oldest version of every direct dependency, in an environment of its own.
 test-oldest: .venv-oldest/.ready
@@ -92,5 +93,10 @@ lock: .venv/.ready
 	done
 	@touch $@
 
+.venv-cookbook/.ready: tests/peers/cookbook.txt
+	@$(PYTHON) -m venv .venv-cookbook
+	@.venv-cookbook/bin/pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-models .venv-oldest .venv-peers dist build
+	rm -rf .venv .venv-cookbook .venv-models .venv-oldest .venv-peers dist build

@@ -57,8 +57,8 @@ class Server:
         """Starts it without waiting until it listens."""
         (self.home / "address").unlink(missing_ok=True)
         options = ["--home", str(self.home), "--base", f"tiny={self._base}", "--places", "4:3", "--port", "0"]
-        options += ["--save-s", str(self._save_s), "--lease-s", str(self._lease_s), *self.more]
-        options += ["--reproducible", *SETTINGS]
+        options += ["--save-s", str(self._save_s), "--lease-s", str(self._lease_s)]
+        options += ["--reproducible", *SETTINGS, *self.more]
         with (self.home / "server.txt").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lorafusion_jax", "serve", *options],

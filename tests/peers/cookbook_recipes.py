@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from importlib.metadata import version
 from pathlib import Path
 
 import chz
@@ -117,6 +118,7 @@ RECIPES = (sft, arithmetic, preferences, on_policy, self_distillation)
 def main(url: str, key: str, base: str, folder: str, *names: str) -> int:
     os.environ |= {"TINKER_BASE_URL": url, "TINKER_API_KEY": key}
     tokenizer_utils.register_tokenizer(MODEL, lambda: AutoTokenizer.from_pretrained(base))
+    print("tinker", version("tinker"), "cookbook", version("tinker-cookbook"), flush=True)
     problems = 0
     for recipe in RECIPES:
         if names and recipe.__name__ not in names:
