@@ -7,9 +7,9 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from lorafusion_jax.serve.api.access import AdaptersRead as Downloader
+from lorafusion_jax.serve.api.access import InTurn, ServiceOf
 from lorafusion_jax.serve.api.access import JobsRead as Reader
 from lorafusion_jax.serve.api.access import JobsWrite as Writer
-from lorafusion_jax.serve.api.access import ServiceOf
 from lorafusion_jax.serve.tinker.streams import Streams
 
 PREFIX = "/api/v1"
@@ -21,4 +21,4 @@ async def streams_of(request: Request) -> Streams:
 
 
 StreamsOf = Annotated[Streams, Depends(streams_of)]
-__all__ = ["PREFIX", "UPLOADS", "Downloader", "Reader", "ServiceOf", "StreamsOf", "Writer", "streams_of"]
+__all__ = ["PREFIX", "UPLOADS", "Downloader", "InTurn", "Reader", "ServiceOf", "StreamsOf", "Writer", "streams_of"]

@@ -8,7 +8,8 @@ from lorafusion_jax.serve.tinker import rest, results, sampling, saves, sessions
 from lorafusion_jax.serve.tinker.streams import Streams
 
 ROUTERS = (
-    sessions.router, training.router, saves.router, sampling.router, results.router, rest.router, unserved.router,
+    sessions.router, training.router, saves.router, sampling.router, results.router, rest.router,
+    rest.signed_router, unserved.router,
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class Turn(BaseModel):
     seq_id: Seq
 
 
-class InTurn(Message):
+class Numbered(Message):
     """A request in the log of a model. A mistake in its values fails it in its turn: later ones would wait for it.
 
     Attributes:
@@ -131,14 +131,14 @@ class AdamParams(Message):
     grad_clip_norm: Finite = 0.0
 
 
-class OptimStep(InTurn):
+class OptimStep(Numbered):
     model_id: Id
     seq_id: Seq
     adam_params: AdamParams | None = None
     optimizer_params: OptimizerConfig | None = None
 
 
-class LoadWeights(InTurn):
+class LoadWeights(Numbered):
     path: Annotated[str, Field(max_length=1000)]
     optimizer: bool
     model_id: Id | None = None
@@ -151,7 +151,7 @@ class LoadWeights(InTurn):
     weights_access_token: str | None = None
 
 
-class Save(InTurn):
+class Save(Numbered):
     model_id: Id
     seq_id: Seq
     path: Annotated[str, Field(max_length=1000)] | None = None

@@ -17,13 +17,14 @@ from sqlalchemy import Connection, func, select
 
 from lorafusion_jax.serve.api.problems import ApiError, not_found
 from lorafusion_jax.serve.store import tables as t
-from lorafusion_jax.serve.tinker.access import PREFIX, Downloader, Reader, ServiceOf, StreamsOf, Writer
+from lorafusion_jax.serve.tinker.access import PREFIX, Downloader, InTurn, Reader, ServiceOf, StreamsOf, Writer
 from lorafusion_jax.serve.tinker.checkpoints import checkpoint_path, find_checkpoint, get_checkpoint, moment, show
 from lorafusion_jax.serve.tinker.futures import Row
 from lorafusion_jax.serve.tinker.log import find_model
 from lorafusion_jax.serve.tinker.requests import Id, Ttl, check_ttl
 
-router = APIRouter(prefix=PREFIX, tags=["training API"])
+router = APIRouter(prefix=PREFIX, tags=["training API"], route_class=InTurn)
+signed_router = APIRouter(prefix=PREFIX)  # its URLs are keys
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 URLS_S = 3600  # that a signed URL is valid
 ARCHIVE = "archive.tar"  # a name in URLs of folders
@@ -161,7 +162,7 @@ def _signed_url(request: Request, secret: bytes, path: str, until: int) -> str:
     return f"{base}{PREFIX}/files/{quote(path)}?until={until}&signature={_sign(secret, path, until)}"
 
 
-@router.get("/files/checkpoints/{session}/{model}/{seq}/{file}", include_in_schema=False)
+@signed_router.get("/files/checkpoints/{session}/{model}/{seq}/{file}", include_in_schema=False)
 def download(
     session: Id, model: Id, seq: Id, file: Id, until: int, signature: str, service: ServiceOf, streams: StreamsOf
 ) -> Response:

@@ -7,20 +7,19 @@ import hashlib
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from sqlalchemy import select
-from starlette.concurrency import run_in_threadpool
 
 from lorafusion_jax.serve.api.access import Service
 from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.states import ON_WORKER
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.keys import Owner
-from lorafusion_jax.serve.tinker.access import PREFIX, Reader, ServiceOf, StreamsOf, Writer
+from lorafusion_jax.serve.tinker.access import PREFIX, InTurn, Reader, ServiceOf, StreamsOf, Writer
 from lorafusion_jax.serve.tinker.futures import SERVER, USER, Row, fail, find_future
 from lorafusion_jax.serve.tinker.log import forget_request, missing_request
 from lorafusion_jax.serve.tinker.messages import MEDIA_TYPE
 from lorafusion_jax.serve.tinker.requests import Cancel, Retrieve
 
-router = APIRouter(prefix=PREFIX, tags=["training API"])
+router = APIRouter(prefix=PREFIX, tags=["training API"], route_class=InTurn)
 HOLD_S = 20.0  # that a request for a result waits
 
 
@@ -29,19 +28,19 @@ async def retrieve_future(body: Retrieve, service: ServiceOf, streams: StreamsOf
     """Returns the result of a request; of one that is not done it says so after 20 seconds."""
     event = streams.waiters.register(body.request_id)
     try:
-        row = await run_in_threadpool(_find_future, service, body.request_id, owner)
+        row = await service.turns.run(owner.name, _find_future, service, body.request_id, owner)
         if row["state"] == "waiting":
             await streams.waiters.wait(event, HOLD_S)
-            row = await run_in_threadpool(_find_future, service, body.request_id, owner)
+            row = await service.turns.run(owner.name, _find_future, service, body.request_id, owner)
     finally:
         streams.waiters.forget(body.request_id, event)
     if row["state"] == "waiting":
-        state = await run_in_threadpool(_queue_state, service, row)
+        state = await service.turns.run(owner.name, _queue_state, service, row)
         return JSONResponse({"type": "try_again", "request_id": row["id"]} | state)
     streams.reads.append(row["id"])
     if row["path"] is None:
         return JSONResponse(row["result"])
-    content = await run_in_threadpool(_read_result, service, row)
+    content = await service.turns.run(owner.name, _read_result, service, row)
     if content is None:
         return JSONResponse({"error": "the result was damaged on the server's disk", "category": SERVER})
     return Response(content, media_type=MEDIA_TYPE)

@@ -15,13 +15,13 @@ from sqlalchemy import Connection, select
 from lorafusion_jax.files import make_folder
 from lorafusion_jax.serve.api.problems import ApiError, not_found
 from lorafusion_jax.serve.store import tables as t
-from lorafusion_jax.serve.tinker.access import PREFIX, Reader, ServiceOf, StreamsOf, Writer
+from lorafusion_jax.serve.tinker.access import PREFIX, InTurn, Reader, ServiceOf, StreamsOf, Writer
 from lorafusion_jax.serve.tinker.checkpoints import add_sampler, get_checkpoint
 from lorafusion_jax.serve.tinker.futures import Row, add_future, find_future
 from lorafusion_jax.serve.tinker.log import beat, check_waiting, find_session, future_of, payload_of
 from lorafusion_jax.serve.tinker.requests import CreateSampler, Id, Loose, Seq
 
-router = APIRouter(prefix=PREFIX, tags=["training API"])
+router = APIRouter(prefix=PREFIX, tags=["training API"], route_class=InTurn)
 MOST_SAMPLES = 128  # of one prompt
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from lorafusion_jax.serve.api.problems import ApiError
-from lorafusion_jax.serve.tinker.access import PREFIX, Reader, ServiceOf, StreamsOf, Writer
+from lorafusion_jax.serve.tinker.access import PREFIX, InTurn, Reader, ServiceOf, StreamsOf, Writer
 from lorafusion_jax.serve.tinker.checkpoints import find_checkpoint, get_checkpoint
 from lorafusion_jax.serve.tinker.futures import Row
 from lorafusion_jax.serve.tinker.requests import (
@@ -24,7 +24,7 @@ from lorafusion_jax.serve.tinker.requests import (
 )
 from lorafusion_jax.serve.tinker.training import accept_call, add_model, refuse_model
 
-router = APIRouter(prefix=PREFIX, tags=["training API"])
+router = APIRouter(prefix=PREFIX, tags=["training API"], route_class=InTurn)
 
 
 @router.post("/save_weights")

@@ -14,11 +14,11 @@ from lorafusion_jax.serve.api.access import once
 from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.states import LIVE
 from lorafusion_jax.serve.store import tables as t
-from lorafusion_jax.serve.tinker.access import PREFIX, Reader, ServiceOf, StreamsOf, Writer
+from lorafusion_jax.serve.tinker.access import PREFIX, InTurn, Reader, ServiceOf, StreamsOf, Writer
 from lorafusion_jax.serve.tinker.log import ALIVE_S, any_session, beat, find_session
 from lorafusion_jax.serve.tinker.requests import ClientConfig, CreateSession, FinishSession, Heartbeat, Id, Loose
 
-router = APIRouter(prefix=PREFIX, tags=["training API"])
+router = APIRouter(prefix=PREFIX, tags=["training API"], route_class=InTurn)
 MOST_SESSIONS = 16  # of an owner that are alive
 MOST_SAMPLES = 256  # of a client at once
 WARNING = (

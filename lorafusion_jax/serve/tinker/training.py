@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from sqlalchemy import func, select
-from starlette.concurrency import run_in_threadpool
 
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.serve.api.access import Service
@@ -18,7 +17,7 @@ from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.states import LIVE
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.keys import Owner, limits_of
-from lorafusion_jax.serve.tinker.access import PREFIX, Reader, ServiceOf, StreamsOf, Writer
+from lorafusion_jax.serve.tinker.access import PREFIX, InTurn, Reader, ServiceOf, StreamsOf, Writer
 from lorafusion_jax.serve.tinker.bodies import Body, BodyError
 from lorafusion_jax.serve.tinker.futures import USER, Row, add_future, complete, fail, find_future
 from lorafusion_jax.serve.tinker.log import accept, beat, find_model, find_session, future_of
@@ -26,7 +25,7 @@ from lorafusion_jax.serve.tinker.messages import MEDIA_TYPE, Head, read_head, re
 from lorafusion_jax.serve.tinker.requests import CreateModel, ModelOnly, OptimStep
 from lorafusion_jax.serve.tinker.streams import Streams
 
-router = APIRouter(prefix=PREFIX, tags=["training API"])
+router = APIRouter(prefix=PREFIX, tags=["training API"], route_class=InTurn)
 MOST_MODELS = 64  # of an owner that live
 ALPHA = 32.0
 TARGETS = {"train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "train_mlp": ("gate_proj", "up_proj", "down_proj")}
@@ -168,7 +167,7 @@ async def forward_backward(request: Request, service: ServiceOf, streams: Stream
     part = service.settings.home / "requests" / f".{secrets.token_hex(8)}.part"
     body = await streams.receiver.receive(request, owner.name, part)
     try:
-        return await run_in_threadpool(_accept_rows, service, streams, owner, body)
+        return await service.turns.run(owner.name, _accept_rows, service, streams, owner, body)
     finally:
         part.unlink(missing_ok=True)  # it was moved, or is not needed
 

@@ -7,9 +7,9 @@ from typing import Any
 from fastapi import APIRouter
 
 from lorafusion_jax.serve.api.problems import ApiError
-from lorafusion_jax.serve.tinker.access import PREFIX, Reader
+from lorafusion_jax.serve.tinker.access import PREFIX, InTurn, Reader
 
-router = APIRouter(prefix=PREFIX, include_in_schema=False)
+router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=InTurn)
 NO_USERS = "a service has owners of keys, and neither projects nor accounts"
 NO_PUBLIC = "checkpoints are their owner's only"
 UNSERVED = {  # method and path → why
