@@ -68,6 +68,11 @@ class Shape:
             targets=max(self.targets, other.targets),
         )
 
+    def of_capacity(self, tokens: int) -> Shape:
+        """The shape of microbatches of another capacity."""
+        table = self.table._replace(rows=tokens) if self.table is not None and self.table.rows else self.table
+        return replace(self, capacity_tokens=tokens, table=table)
+
     def with_table(self, table: TableShape | None, state: State | None) -> Shape:
         """Room for the samples of another table."""
         tables = [shape for shape in (self.table, table) if shape is not None]
@@ -87,6 +92,7 @@ def first_tail(
     return Tail(
         limits=Limits(
             capacity_tokens=batch.largest,
+            smaller=batch.sizes[:-1],
             num_stages=mesh.stages,
             data_parallel=mesh.replicas,
             tile_tokens=batch.tile_tokens,

@@ -50,8 +50,8 @@ class CallRunner:
     """Runs the calls of the streams of a session. Its methods are called in the session's thread."""
 
     def __init__(self, session: Session, turns: Turns):
-        self._session, self._turns = session, turns
-        self._tail = replace(session.first_tail, limits=replace(session.first_tail.limits, num_stages=1))
+        self._session, self._turns, tail = session, turns, session.free_places.tail
+        self._tail = replace(tail, limits=replace(tail.limits, num_stages=1))
         self._entered: dict[int, list[Located]] = {}  # by slot
         self._passes: deque[_Pass] = deque()
         self._reader = ThreadPoolExecutor(1, "read states")
@@ -128,7 +128,7 @@ class CallRunner:
         window = plan_window(*self._turns.weigh([*cursors.values()], owners, self._tail), MOST_PASSES)
         self._turns.note(window.slots, [*cursors.values()], owners, self._tail)
         for slot in window.slots:
-            rows = session.assembler.slot(session.shape, slot.replicas, session.tasks)
+            rows = session.free_places.microbatch(session.assembler, slot, session.tasks)
             names = tuple(dict.fromkeys(ref.adapter for ref in slot.samples))
             logprobs = session.executor.run_forward(Stage.row_logprobs, session.executor.describe(rows), names)
             self._passes.append(_Pass(rows=self._locate(slot, cursors), logprobs=logprobs))

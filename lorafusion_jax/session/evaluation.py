@@ -15,7 +15,7 @@ from lorafusion_jax.data.references import EVAL, TRAIN
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.objective.batch import finished_metrics, metric_names
 from lorafusion_jax.objective.protocol import Chosen
-from lorafusion_jax.session.assembler import Shape, pack_set, teacher_state
+from lorafusion_jax.session.assembler import Replicas, Shape, pack_set, teacher_state
 from lorafusion_jax.session.batches import places, reserved_segments
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.move import to_local
@@ -46,7 +46,7 @@ def finish_evaluation(chosen: Chosen, samples: TokenizedSet, sums: Mapping[str, 
 
 
 def evaluate(
-    executor: Executor, name: str, place: int, chosen: Chosen, samples: TokenizedSet, slots: Iterable[Microbatch]
+    executor: Executor, place: int, task: Task, samples: TokenizedSet, slots: Iterable[Microbatch]
 ) -> Evaluation:
     """Evaluates an adapter on a set. Waits.
 
@@ -54,6 +54,7 @@ def evaluate(
         place: its place among the stacked adapters.
         slots: the set, in microbatches.
     """
+    name, chosen = task.name, task.chosen
     in_flight: deque[Future[dict[str, Array]]] = deque()
     sums = dict.fromkeys(("loss", *metric_names([chosen])), 0.0)
 
@@ -76,21 +77,31 @@ class HeldOut:
     """The held-out sets of a job's adapters, packed alone, in microbatches of one shape: one program evaluates all.
 
     Attributes:
-        slots: of each adapter that has a set.
+        sets_shape: of the microbatches.
     """
 
     def __init__(self, config: JobConfig, tasks: Mapping[str, Task]):
         held_out = {name: task.source.sets.get(EVAL) for name, task in tasks.items()}
         sets = {name: samples for name, samples in held_out.items() if samples is not None}
-        self.slots = {name: pack_set(config, name, samples) for name, samples in sets.items()}
-        parts = [[name] * len(part) for name, slots in self.slots.items() for replicas in slots for part in replicas]
+        self._slots = {name: pack_set(config, name, samples) for name, samples in sets.items()}
+        parts = [[name] * len(part) for name, slots in self._slots.items() for replicas in slots for part in replicas]
         data = {name: task.source.sets[TRAIN] for name, task in tasks.items()} | sets
         segments, table = places(config, data, parts)
         largest = config.batch.largest
-        self.shape = Shape(
+        self.sets_shape = Shape(
             capacity_tokens=largest,
             segments=max(segments, reserved_segments(config, largest)),
             adapters=1,
             table=table,
             state=teacher_state(config),
         )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an adapter has a set."""
+        return bool(self._slots)
+
+    def pack(self, task: Task, samples: TokenizedSet) -> list[Replicas]:
+        """Returns the set of a task, packed."""
+        del samples  # unused
+        return self._slots[task.name]

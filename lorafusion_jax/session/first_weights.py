@@ -14,6 +14,7 @@ import numpy as np
 
 from lorafusion_jax.adapters.init import draw_leaf, init_layers, init_shared
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.adapters.tokens import TABLES
 from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.layout.layer import Linear
@@ -70,3 +71,8 @@ def _first_rows(layout: LeafLayout, spec: AdapterSpec) -> dict[str, Any]:
         for table in (TABLES if spec.tokens is not None else ())
         if (ids := layout.token_ids(spec, table))
     }
+
+
+def starts_from_base(spec: AdapterSpec) -> bool:
+    """Whether an adapter's initial values depend on the base."""
+    return adapter_kind(spec.kind).start is not None or spec.tokens is not None

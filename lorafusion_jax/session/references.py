@@ -34,8 +34,9 @@ from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, pack_se
 from lorafusion_jax.session.base import stages_for
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.executor import Executor
-from lorafusion_jax.session.first_weights import starting_weights
+from lorafusion_jax.session.first_weights import starting_weights, starts_from_base
 from lorafusion_jax.session.move import to_local, to_stage, transfer
+from lorafusion_jax.session.processes import is_alone
 from lorafusion_jax.session.stage import Stage
 from scheduling import SampleRef
 
@@ -176,6 +177,14 @@ class ReferenceQueue:
         """
         self._waiting[name] = _Waiting(steps=run_passes(passes, self._executor), take=take)
 
+    def compute(self, passes: Iterable[SetPass], on_progress: Callable[[str], None]) -> References:
+        """Computes references at once, before those that wait. Waits.
+
+        Args:
+            on_progress: called with what is computed.
+        """
+        return finish(run_passes(passes, self._executor, on_progress))
+
     def step(self) -> bool:
         """Issues one microbatch. Returns whether an entry has its references now."""
         name = next(iter(self._waiting), None)
@@ -240,6 +249,30 @@ def reference_passes(
             yield SetPass.alone(
                 own_config, key, samples, stages=used, position=position, state=state, describe=describes
             )
+
+
+def open_passes(
+    stages: Sequence[AnyStage],
+    config: JobConfig,
+    prepared: Prepared,
+    names: Sequence[str],
+    weights: Mapping[int, Arrays],
+) -> list[SetPass]:
+    """Makes the passes of adapters that are about to join, on stages of their own; see `Session.open_passes`."""
+    config = without_places(config)
+    new_stages = stages_for(stages, config)
+    local = list(local_stages(new_stages).values())
+    parts, specs = local[0].parts, [spec for _, spec in local[0].occupied]
+    lora = starting_weights(parts.leaves, specs, weights)
+    for stage in local:
+        stage.take_weights(lora)
+        for index, spec in enumerate(specs):
+            if index not in weights and starts_from_base(spec):
+                stage.start_from_base(index)
+    passes = list(reference_passes(config, prepared, new_stages, names))
+    for pass_of_set in passes if is_alone() else ():
+        pass_of_set.compile()
+    return passes
 
 
 def run_passes(

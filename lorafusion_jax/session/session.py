@@ -8,53 +8,50 @@ slots of either: of a plan (`Batches`) or of windows (`WindowPlanner`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import jax
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.config.join import select_adapters
-from lorafusion_jax.config.places import Places, place_kind
+from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.references import reference_of
 from lorafusion_jax.config.schema import BaseSettings, BatchSettings, JobConfig, MeshSettings, TrainSettings
-from lorafusion_jax.config.stack import Stack, place_specs, session_config, session_stack, stack_of, without_places
-from lorafusion_jax.data.assemble import Microbatch, num_segments
+from lorafusion_jax.config.stack import Stack, place_specs, session_config, session_stack, stack_of
+from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.data.references import EVAL, SetReferences
-from lorafusion_jax.data.sample_table import table_shape
+from lorafusion_jax.data.references import EVAL
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.peft.folder import Arrays
-from lorafusion_jax.report.format import count
 from lorafusion_jax.session.adapter_state import AdapterState
-from lorafusion_jax.session.ahead import Ahead, requests_of
-from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, first_tail, pack_set, places_for_segments
-from lorafusion_jax.session.base import check_tables, has_room_for_a_state, memory_warning, open_base, stages_for
+from lorafusion_jax.session.ahead import Ahead
+from lorafusion_jax.session.assembler import Assembler, first_tail, places_for_segments
+from lorafusion_jax.session.base import check_tables, has_room_for_a_state, memory_warning, open_base
 from lorafusion_jax.session.base_cache import BaseFiles
 from lorafusion_jax.session.calls import Capacity
-from lorafusion_jax.session.distant_stage import AnyStage, local_stages
+from lorafusion_jax.session.distant_stage import AnyStage
 from lorafusion_jax.session.evaluation import Evaluation, HeldOut, evaluate
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.facts import Facts
-from lorafusion_jax.session.first_weights import starting_weights
+from lorafusion_jax.session.first_weights import starting_weights, starts_from_base
+from lorafusion_jax.session.free_places import FreePlaces
 from lorafusion_jax.session.growth import grow_stages
+from lorafusion_jax.session.loading import load_and_compile
 from lorafusion_jax.session.loop import Loop
 from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.places import PlaceWeights, PlaceWriter, check_state
 from lorafusion_jax.session.processes import is_alone
-from lorafusion_jax.session.reading import BASE, Reading, Times
+from lorafusion_jax.session.reading import Reading, Times
 from lorafusion_jax.session.references import (
     BASE_ALONE,
     ReferenceQueue,
     References,
     SetPass,
-    finish,
+    open_passes,
     reference_passes,
-    run_passes,
 )  # fmt: skip
 from lorafusion_jax.session.release import release_unused
 from lorafusion_jax.session.snapshot import Snapshot, Snapshots
@@ -65,7 +62,6 @@ from lorafusion_jax.session.stream import stream_task
 from lorafusion_jax.session.task import AdapterProgress, Task, tasks_of
 from scheduling import Slot
 from scheduling.pipeline import Event
-from scheduling.window import Tail
 
 # jax's caches keep traces of all shapes, 3 MB for every addition. They belong to the whole process, so they are cleared
 # seldom.
@@ -84,7 +80,7 @@ class Session:
         reading: reads the base (None: the stages have it).
         spans: records when events run (None: not recorded).
         stack: which adapter is where (None: as the job says).
-        first_tail: what the first window must respect, in a session with free places.
+        free_places: of a session that has them.
 
     Attributes:
         config: of the job, or of its places.
@@ -105,12 +101,11 @@ class Session:
         reading: Reading | None = None,
         spans: Spans | None = None,
         stack: Stack | None = None,
-        first_tail: Tail | None = None,
-        row_targets: int = 0,
-        has_room: bool = True,
+        free_places: FreePlaces | None = None,
+        copies_states: bool = True,
     ):
         self._reading, self._spans, self._additions = reading, spans, 0
-        self._has_room = has_room  # for a copy of the largest state, while all train
+        self._copies_states = copies_states  # for a copy of the largest state, while all train
         self._unstarted: list[int] = []  # places of adapters whose initial values may depend on the base
         self.tasks, self.index = dict(tasks), dict[str, int]()
         self.executor = Executor(stages, (), spans)
@@ -119,12 +114,7 @@ class Session:
         self.steps = Steps(self.executor, self.tasks)
         self.loop = Loop(self.executor, self.steps, self.index)
         self.references = ReferenceQueue(self.executor)
-        self._first_tail, self._shape = first_tail, None if first_tail is None else Shape(
-            capacity_tokens=config.batch.largest,
-            segments=num_segments(first_tail.most_segments),
-            adapters=first_tail.most_adapters,
-            targets=row_targets,
-        )  # fmt: skip
+        self._free_places = free_places
         self._arrange(config, stack_of(config) if stack is None else stack)
 
     def _arrange(self, config: JobConfig, stack: Stack) -> None:
@@ -138,7 +128,7 @@ class Session:
         for name, place in stack.index.items():
             table.assign(place, self.tasks[name].spec, stack.number_of(self.tasks[name].chosen))
         self.executor.describe = table.describe
-        self._writer = PlaceWriter(config, stack, self.executor, table, compiles=self._first_tail is not None)
+        self._writer = PlaceWriter(config, stack, self.executor, table, compiles=self._free_places is not None)
 
     @classmethod
     def open(
@@ -185,7 +175,9 @@ class Session:
 
         Args:
             places: for adapters of any objective.
-            batch: capacity (one) and tile; `global_samples` is the adapters' own.
+            batch: capacities and tile; `global_samples` is the adapters' own. Each slot takes the smallest capacity
+                that holds it.
+            train: `router_aux` is that of all adapters.
             directory: folder of a relative `base.model`.
             most_segments: places for segments in a microbatch (None: one for 256 tokens), of which a sample of
                 preferences takes two. More cost time in attention.
@@ -200,29 +192,30 @@ class Session:
             LoraFusionError: the base, the mesh or the memory do not fit; see `open_base`.
         """
         if jax.process_count() > 1:
-            raise RunError("session.processes", "a live session runs in one process.", fix="one process per session")
+            raise RunError(
+                "session.processes",
+                "a live session runs in one process.",
+                why="adapters start and stop when users ask, and all processes would have to do so at the same slot",
+                fix="one process per session, on the devices of one host; `lorafusion train` runs on several",
+            )
         batch, train = batch or BatchSettings(), train or TrainSettings()
-        if len(batch.sizes) > 1:
-            raise RunError("session.capacities", f"a live session has one capacity, not {list(batch.sizes)}.")
-        if train.router_aux:
-            raise RunError("session.router-aux", "a live session has no loss of routers.", fix="train.router_aux: 0")
         check_tables()
         config = session_config(base, mesh, places, batch=batch, train=train, directory=directory)
         opened = open_base(config, None, place_specs(config, places.heads), base_files=base_files)
         most = most_segments or places_for_segments(batch)
+        tail = first_tail(batch, mesh, len(places.ranks), most, reproducible=reproducible)
         session = cls(
             config,
             opened.stages,
             {},
             reading=Reading(opened),
             stack=session_stack(config, places),
-            first_tail=first_tail(batch, mesh, len(places.ranks), most, reproducible=reproducible),
-            row_targets=row_targets,
-            has_room=has_room_for_a_state(config, opened.stages[0].parts.model, opened.stages[0].remat),
+            free_places=FreePlaces(config, places, tail, row_targets),
+            copies_states=has_room_for_a_state(config, opened.stages[0].parts.model, opened.stages[0].remat),
         )
         try:
             session._writer.write_zeros()
-            session.finish_loading([session.assembler.padding(session.shape)], on_progress)
+            session.finish_loading(session.free_places.padding(session.assembler), on_progress)
             session._writer.compile_classes()
         except BaseException:
             session.close()
@@ -249,27 +242,11 @@ class Session:
             CheckpointError: a file of the model is broken.
             RunError: a stage failed.
         """
-        reading = f"reading {count(self.reading.num_bytes)}B"
-
-        total = 0
-
-        def report(left: Sequence[str]) -> None:
-            nonlocal total
-            total = max(total, len(left))
-            compiling = [f"compiling {total - len(left) + 1} of {total}: {', '.join(left)}"] if left else []
-            running = [*compiling, *([] if self.reading.done else [reading])]
-            if running:
-                on_progress("  ·  ".join(running))
-
-        ahead, held_out = Ahead() if ahead is None else ahead, self._held_out_padding(rows)
-        ahead.compile(lambda: requests_of(self.config, self.executor.local_stages, rows, held_out))
-        try:
-            times = self.executor.warm_up(rows, held_out, report, ahead) if rows else {}
-        finally:  # also where a stage fails: a model that cannot be read is worse
-            self.reading.finish()
-        assert self.reading.times is not None
+        ahead = Ahead() if ahead is None else ahead
+        held_out = self.assembler.padding(self._sets.sets_shape) if rows and self._sets.evaluates else None
+        times = load_and_compile(self.config, self.executor, self.reading, rows, held_out, ahead, on_progress)
         self._start_from_base()
-        return {BASE: self.reading.times, **times, **ahead.times}
+        return times
 
     @property
     def reading(self) -> Reading:
@@ -301,7 +278,7 @@ class Session:
         specs = dict(self.stages[0].occupied)
         for index in self._unstarted:
             spec = specs[index]
-            if _starts_from_base(spec):
+            if starts_from_base(spec):
                 for stage in self.executor.local_stages.values():
                     stage.start_from_base(index)
         self._unstarted = []
@@ -370,32 +347,24 @@ class Session:
         return memory_warning(config, self._model, self.stages[0].remat)
 
     @property
+    def free_places(self) -> FreePlaces:
+        """The free places, of a session that has them: their sizes, and the microbatches of what starts in them."""
+        assert self._free_places is not None
+        return self._free_places
+
+    @property
     def places(self) -> Places:
-        """How large adapters may be, in a session with places."""
-        assert self._stack.places is not None
-        return self._stack.places
+        """How large adapters may be, in a session with free places."""
+        return self.free_places.places
 
     @property
     def free(self) -> dict[str, int]:
         """Free places by class."""
-        taken = self.index.values()
-        return {name: sum(place not in taken for place in members) for name, members in self.places.classes.items()}
-
-    @property
-    def first_tail(self) -> Tail:
-        """What the first window must respect, in a session with free places."""
-        assert self._first_tail is not None
-        return self._first_tail
-
-    @property
-    def shape(self) -> Shape:
-        """Of microbatches, in a session with free places."""
-        assert self._shape is not None
-        return self._shape
+        return self.free_places.free(self.index.values())
 
     def find_place(self, spec: AdapterSpec) -> int | None:
         """Returns a free place for an adapter; None if there is none now."""
-        return self.places.find(place_kind(spec), spec.rank, self.index.values())
+        return self.free_places.find(spec, self.index.values())
 
     def draw(self, task: Task) -> PlaceWeights:
         """Draws an adapter's first weights, or reads those of `lora.init_from`; from any thread.
@@ -430,7 +399,14 @@ class Session:
         """
         if place not in range(len(self.places.ranks)) or place in self.index.values() or task.name in self.index:
             raise RunError("session.place", f"{task.name} cannot start in place {place}: it is taken.")
-        self._writer.check(place, task, self.first_tail.most_segments)
+        if (factor := task.config.train.router_aux) != self.config.train.router_aux:
+            raise RunError(
+                "session.router-aux",
+                "the loss of routers has one factor in a session.",
+                why=f"train.router_aux is {factor:g} for {task.name} and {self.config.train.router_aux:g} here",
+                fix="a session that was opened with the job's train.router_aux",
+            )
+        self._writer.check(place, task, self.free_places.tail.most_segments)
         reference = reference_of(task.adapter, [task.name]) if task.references is None else None
         if first is None and (state is None or reference is not None):
             first = self.draw(task)
@@ -473,10 +449,10 @@ class Session:
         Raises:
             ConfigError, ErrorList: the adapter is invalid.
         """
-        limits = self.first_tail.limits
-        capacity = Capacity(tokens=limits.tiles * limits.tile_tokens, vocab_size=self._model.vocab_size)
-        alone, adapter = self.first_tail.reproducible, {"rank": rank, "alpha": alpha, "seed": seed, "targets": targets}
-        return stream_task(self.config, name, capacity, owner=owner, calls_alone=alone, **adapter)
+        tail, adapter = self.free_places.tail, {"rank": rank, "alpha": alpha, "seed": seed, "targets": targets}
+        tokens = tail.limits.tiles * tail.limits.tile_tokens
+        capacity = Capacity(tokens=tokens, vocab_size=self._model.vocab_size)
+        return stream_task(self.config, name, capacity, owner=owner, calls_alone=tail.reproducible, **adapter)
 
     def restore(self, name: str, state: AdapterState, *, optimizer: bool = True) -> None:
         """Replaces the state of an adapter that trains, after all work issued so far.
@@ -515,8 +491,8 @@ class Session:
             adapter=task.name,
             key=key,
             samples=samples,
-            slots=self._pack(task, samples),
-            shape=self.shape,
+            slots=self.free_places.pack(task, samples),
+            shape=self.free_places.sets_shape,
             tile_tokens=self.config.batch.tile_tokens,
             stages=self.executor.stages,
             position=position,
@@ -549,6 +525,33 @@ class Session:
             task.status = "leaving"
         return task.step + self.steps.num_waiting(name)
 
+    def pause(self, name: str) -> None:
+        """Gives an adapter no slots until `resume`, between two windows. A begun batch waits with its sums."""
+        self._change(name, "running").pause()
+
+    def resume(self, name: str) -> None:
+        """Continues an adapter that is paused."""
+        self._change(name, "paused").resume()
+
+    def cancel(self, name: str, reason: str) -> None:
+        """Ends an adapter at once, between two windows; a begun batch is left without its step."""
+        self._change(name, "running", "paused").cancel(reason)
+
+    def finish(self, name: str, reason: str = "") -> int:
+        """Ends an adapter after the batch that it has begun, between two windows. Returns its last step."""
+        self._change(name, "running")
+        task = self.tasks[name]
+        begun = task.cursor is not None and bool(task.cursor.done)
+        step = task.step + self.steps.num_waiting(name) + begun
+        task.end_at(step, reason)
+        return step
+
+    def _change(self, name: str, *statuses: str) -> AdapterProgress:
+        clock = self.tasks[name].clock
+        if clock.status not in statuses:
+            raise RunError("session.status", f"{name} is {clock.status}.", why=f"only for one that is {statuses[0]}")
+        return clock
+
     def read(self, name: str, *, optimizer: bool = True, sums: bool = False) -> Callable[[], AdapterState]:
         """Returns a function that waits for the state of an adapter, from any thread; all train on meanwhile.
 
@@ -564,17 +567,17 @@ class Session:
         assert name not in self.references, "the place may hold the weights of a reference"
         task, place = self.tasks[name], self.index[name]
         trains = task.status not in ("done", "leaving")
-        if trains and not self._has_room:
+        if trains and not self._copies_states:
             self.drain()
         step = task.step + self.steps.num_waiting(name)
         parts = read_adapter(
-            self.executor, place, name, optimizer=optimizer, sums=sums, copies=trains and self._has_room
+            self.executor, place, name, optimizer=optimizer, sums=sums, copies=trains and self._copies_states
         )
 
         def wait() -> AdapterState:
             return AdapterState(step=step, data=task.source.digest, **parts())
 
-        if is_alone() and (self._has_room or not trains):
+        if is_alone() and (self._copies_states or not trains):
             return wait
         state = wait()  # with several processes it may be collective, so it cannot run in the background
         return lambda: state
@@ -605,39 +608,22 @@ class Session:
         samples = task.source.sets.get(EVAL)
         if samples is None:
             return None
-        if self._shape is not None:
-            shape, slots = self._shape, self._pack(task, samples)
-        else:
-            shape, slots = self._held_out_of_job.shape, self._held_out_of_job.slots[name]
-        rows = self.assembler.held_out(shape, slots, name, samples, task.chosen)
-        return evaluate(self.executor, name, self.index[name], task.chosen, samples, rows)
+        sets = self._sets
+        rows = self.assembler.held_out(sets.sets_shape, sets.pack(task, samples), name, samples, task.chosen)
+        return evaluate(self.executor, self.index[name], task, samples, rows)
 
     @property
-    def _held_out_of_job(self) -> HeldOut:
-        self._held_out = self._held_out or HeldOut(self.config, self.tasks)
-        return self._held_out
-
-    def _held_out_padding(self, rows: Sequence[Microbatch]) -> Microbatch | None:
-        """Returns a microbatch of padding of an evaluation, for compilation; None if no adapter is evaluated."""
-        if self._shape is not None:
-            return rows[0]
-        held_out = self._held_out_of_job
-        return self.assembler.padding(held_out.shape) if held_out.slots else None
+    def _sets(self) -> FreePlaces | HeldOut:
+        """How sets of samples are packed."""
+        if self._free_places is None and self._held_out is None:
+            self._held_out = HeldOut(self.config, self.tasks)
+        sets = self._free_places or self._held_out
+        assert sets is not None
+        return sets
 
     def make_room(self, task: Task) -> None:
-        """Makes room for the samples of a task. It never shrinks, so that few shapes compile."""
-        sets = [(task.chosen, samples) for samples in task.source.sets.values()]
-        table = table_shape(self.shape.segments - 1, sets)
-        if table is not None and table.rows:
-            table = table._replace(rows=self.shape.capacity_tokens)
-        if table is not None:
-            self._shape = self.shape.with_table(table, self._writer.teacher_state(task))
-        self._shape = replace(self.shape, targets=max(self.shape.targets, task.source.targets))
-
-    def _pack(self, task: Task, samples: TokenizedSet) -> list[Replicas]:
-        """Packs a set of a task, for a pass over all of it."""
-        most_samples = (self.shape.segments - 1) // task.chosen.num_segments
-        return pack_set(self.config, task.name, samples, most_samples)
+        """Makes room in microbatches for the samples of a task."""
+        self.free_places.make_room(task, self._writer.teacher_state(task))
 
     def compile_reads(self) -> None:
         """Compiles `read` and `snapshot`, so that they do not delay the run: 0.3 to 0.7 s on a CPU."""
@@ -650,7 +636,7 @@ class Session:
 
     def compute_references(
         self, prepared: Prepared, names: Sequence[str], on_progress: Callable[[str], None] = lambda text: None
-    ) -> dict[str, SetReferences]:
+    ) -> References:
         """Computes what the references of these adapters say of their samples. Waits; collective over processes.
 
         The adapters, and those that are their references, must be at their first step.
@@ -658,7 +644,7 @@ class Session:
         self.executor.wait_dispatched()
         with self.executor.blaming(None, None):
             passes = reference_passes(self.config, prepared, self.stages, names, self.executor.describe)
-            return finish(run_passes(passes, self.executor, on_progress))
+            return self.references.compute(passes, on_progress)
 
     def open_passes(
         self, new: JobConfig, prepared: Prepared, names: Sequence[str], weights: Mapping[int, Arrays]
@@ -673,20 +659,7 @@ class Session:
             names: those of them that need references.
             weights: as in `start`, by number in `new`.
         """
-        new = without_places(new)
-        stages = stages_for(self.stages, new)
-        local = list(local_stages(stages).values())
-        parts, specs = local[0].parts, [spec for _, spec in local[0].occupied]
-        lora = starting_weights(parts.leaves, specs, weights)
-        for stage in local:
-            stage.take_weights(lora)
-            for index, spec in enumerate(specs):
-                if index not in weights and _starts_from_base(spec):
-                    stage.start_from_base(index)
-        passes = list(reference_passes(new, prepared, stages, names))
-        for pass_of_set in passes if is_alone() else ():
-            pass_of_set.compile()
-        return passes
+        return open_passes(self.stages, new, prepared, names, weights)
 
     def take_data(
         self, config: JobConfig, prepared: Prepared, clocks: Mapping[str, AdapterProgress] | None = None
@@ -725,7 +698,7 @@ class Session:
             self._reading.cancel()
         if self._spans is not None:
             self._spans.stop()
-        if self._first_tail is not None:  # the work of a run may wait for a process that is lost
+        if self._free_places is not None:  # the work of a run may wait for a process that is lost
             self.executor.close()
 
     @property
@@ -736,8 +709,3 @@ class Session:
     @property
     def _model(self) -> ModelConfig:
         return ModelConfig.from_hf(base_directory(self.config))
-
-
-def _starts_from_base(spec: AdapterSpec) -> bool:
-    """Whether an adapter's initial values depend on the base."""
-    return adapter_kind(spec.kind).start is not None or spec.tokens is not None

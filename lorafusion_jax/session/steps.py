@@ -132,8 +132,7 @@ class Steps:
             self._executor.revive(task.name)
             task.source.end_step(issued.step, issued.result.grad_norm, refused=cause)
             return
-        task.status = "failed"
-        task.clock.reason = f"{cause} at step {issued.step}, slot {issued.slots_done - 1}"
+        task.clock.fail(f"{cause} at step {issued.step}, slot {issued.slots_done - 1}")
         self.listener(
             AdapterFailed(
                 slot=issued.slots_done,

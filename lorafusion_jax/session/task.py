@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -62,6 +62,30 @@ class AdapterProgress:
     def failure(self) -> str:
         """Why the adapter failed; empty if it did not."""
         return self.reason if self.status == "failed" else ""
+
+    def pause(self) -> None:
+        """Takes no steps until `resume`; a begun batch waits with its sums."""
+        self.status = "paused"
+
+    def resume(self) -> None:
+        self.status = "running"
+
+    def cancel(self, reason: str) -> None:
+        """Takes no steps any more."""
+        self.status, self.reason = "cancelled", reason
+
+    def fail(self, reason: str) -> None:
+        self.status, self.reason = "failed", reason
+
+    def end_at(self, step: int, reason: str = "") -> None:
+        """Ends after another step than planned."""
+        self.num_steps, self.reason = step, reason
+        self.status = "done" if self.step == step else "running"
+
+    def extend(self, num_steps: int) -> None:
+        """Goes on to more steps, also after the last one that was planned or after an early stop."""
+        self.num_steps, self.status = num_steps, "running"
+        self.stop, self.reason, self.stale = "", "", 0
 
 
 class Source(Protocol):
@@ -287,8 +311,16 @@ class Task:
     def reweight(self, weight: float) -> None:
         """Changes the share of the session relative to other adapters."""
         self.source.reweight(weight)
+        self._change_job(weight=weight)
+
+    def end_at(self, step: int, reason: str = "") -> None:
+        """Ends after another step than planned, one to which nothing is issued beyond."""
+        self.clock.end_at(step, reason)
+        self._change_job(max_batches=max(step, 1))
+
+    def _change_job(self, **changes: Any) -> None:
         if self.cursor is not None:
-            self.cursor = replace(self.cursor, job=replace(self.cursor.job, weight=weight))
+            self.cursor = replace(self.cursor, job=replace(self.cursor.job, **changes))
 
     def restart(self, step: int) -> None:
         """Sets the position after a step; samples of a begun batch run again."""

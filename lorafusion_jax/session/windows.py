@@ -28,7 +28,8 @@ class WindowPlanner:
     """
 
     def __init__(self, session: Session, turns: Turns | None = None):
-        self.session, self._tail, self.slot, self._turns = session, session.first_tail, 0, turns or Turns()
+        tail = session.free_places.tail
+        self.session, self._tail, self.slot, self._turns = session, tail, 0, turns or Turns()
         self._pause: Callable[[], bool] = lambda: False
         self._enter: Callable[[int], None] = lambda slot: None
         self._calls = CallRunner(session, self._turns)
@@ -90,7 +91,7 @@ class WindowPlanner:
         later = session.run(
             [event._replace(slot=first + event.slot) for event in events],
             lambda slot: slots[slot - first],
-            lambda slot: session.assembler.slot(session.shape, slots[slot - first].replicas, tasks),
+            lambda slot: session.free_places.microbatch(session.assembler, slots[slot - first], tasks),
         )
         end = later[0].slot - first if later else len(slots)
         self._turns.note(slots[:end], cursors, owners, self._tail)

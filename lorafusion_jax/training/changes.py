@@ -147,7 +147,7 @@ def apply(change: Change, progress: Progress) -> AdapterEvent | None:
     adapter = progress.adapters[change.adapter]
     before = adapter.status, adapter.num_steps
     if adapter.status == "running" and change.action == "free":
-        adapter.status, adapter.reason = "failed", change.reason
+        adapter.fail(change.reason)
         return AdapterFailed(
             slot=change.slot, adapter=adapter.name, step=adapter.step, reason=change.reason, kept_step=adapter.step
         )
@@ -176,22 +176,17 @@ def _changed_event(change: Change, adapter: AdapterProgress) -> AdapterChanged:
 def _update_adapter(change: Change, adapter: AdapterProgress) -> None:
     match change.action:
         case "cancel":
-            adapter.status, adapter.reason = "cancelled", f"cancelled by request at slot {change.slot}"
+            adapter.cancel(f"cancelled by request at slot {change.slot}")
         case "pause":
-            adapter.status = "paused"
+            adapter.pause()
         case "continue":
-            adapter.status = "running"
+            adapter.resume()
         case "finish" if not change.steps:
-            adapter.status, adapter.reason = "cancelled", f"finished by request at slot {change.slot}, before it began"
+            adapter.cancel(f"finished by request at slot {change.slot}, before it began")
         case "finish" | "stop":
-            assert change.steps is not None
-            adapter.num_steps = change.steps
-            adapter.status = "done" if adapter.step == change.steps else "running"
-            adapter.reason = change.reason
+            adapter.end_at(change.steps or 0, change.reason)
         case "extend":
-            assert change.steps is not None
-            adapter.num_steps, adapter.status = change.steps, "running"
-            adapter.stop, adapter.reason, adapter.stale = "", "", 0
+            adapter.extend(change.steps or 0)
 
 
 def _with_steps(change: Change, plan: Plan) -> Change:

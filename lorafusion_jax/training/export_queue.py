@@ -91,7 +91,7 @@ class ExportQueue:
     def _fail_adapter(self, adapter: AdapterProgress, slots_done: int, problem: Problem) -> None:
         self._report_failure(adapter.name, adapter.step, slots_done, problem)
         if adapter.status == "done":  # the checkpoint has its last weights: resume writes the folder again
-            adapter.status, adapter.reason = "failed", f"its folder could not be written: {_describe(problem)['what']}"
+            adapter.fail(f"its folder could not be written: {_describe(problem)['what']}")
             self._listener(
                 AdapterFailed(
                     slot=slots_done,

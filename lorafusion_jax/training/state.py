@@ -48,7 +48,7 @@ class Progress:
             if adapter is not None and adapter.status == "running"  # an adapter that joins later is dropped then
         ]
         for adapter, slot in dropped:
-            adapter.status, adapter.reason = "failed", f"dropped by hand at slot {slot}"
+            adapter.fail(f"dropped by hand at slot {slot}")
         return [adapter for adapter, _ in dropped]
 
     @staticmethod

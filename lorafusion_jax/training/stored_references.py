@@ -16,6 +16,7 @@ from lorafusion_jax.data.references import SetReferences, reference_shapes, sets
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.report.events import Listener, PhaseBegun, ReferencesComputed, RunEvent
 from lorafusion_jax.session.assembler import teacher_state
+from lorafusion_jax.session.references import References
 from lorafusion_jax.session.session import Session
 
 
@@ -41,7 +42,7 @@ def read_references(
 
 def compute_references(
     session: Session, prepared: Prepared, names: Sequence[str], emit: Listener, slot: int = 0
-) -> tuple[dict[str, SetReferences], list[RunEvent]]:
+) -> tuple[References, list[RunEvent]]:
     """Computes the references of adapters at their first step; see `Session.compute_references`.
 
     Returns:

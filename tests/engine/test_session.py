@@ -19,7 +19,7 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.peft.folder import peft_tensors
 from lorafusion_jax.peft.leaves import take_adapter
-from lorafusion_jax.session import AdapterState, Places, Session, Task
+from lorafusion_jax.session import AdapterState, Places, Task
 from lorafusion_jax.session.compiles import CompileCounter
 from lorafusion_jax.training import train
 
@@ -117,6 +117,58 @@ def test_a_begun_batch_moves_with_its_sums(session, task, alone, tmp_path):
         assert_same(last, alone[name])
 
 
+def test_a_pause_changes_no_bit_and_other_ends_are_those_that_are_asked_for(session, task, alone):
+    """`tort` is paused in the middle of a batch, `news` is cancelled, and `lung` ends with the batch it has begun."""
+    moving, news, lung = (task(name) for name in ("tort", "news", "lung"))
+    for joining in (moving, news):
+        start(session, joining)
+    while not moving.cursor.done:
+        run(session, 1)
+    session.pause("tort")
+    at = moving.step
+    run(session, 2)
+    session.drain()
+    assert moving.step == at
+    assert news.step > 0
+    session.cancel("news", "by request")
+    assert (news.status, news.reason) == ("cancelled", "by request")
+    session.forget("news")
+    with pytest.raises(LoraFusionError, match=r"session\.status.*tort is paused"):
+        session.pause("tort")
+    session.resume("tort")
+    start(session, lung)
+    while not lung.cursor.done:
+        run_window(session, 1)
+    last = session.finish("lung", "enough")
+    ended = run(session)
+    assert_same(ended["tort"], alone["tort"])
+    assert (ended["lung"].step, lung.status, lung.reason) == (last, "done", "enough")
+    assert 0 < last < alone["lung"].step
+
+
+@pytest.mark.nightly
+def test_slots_take_the_smallest_capacity_that_holds_them(config, task, alone):
+    """Padding is all that differs: equal to rounding, as in CONTRIBUTING.md."""
+    sizes = config.batch.model_copy(update={"capacity_tokens": (config.batch.largest // 2, config.batch.largest)})
+    session = open_session(config.model_copy(update={"batch": sizes}), {3: 1}, TARGETS)
+    try:
+        start(session, task("news"))
+        windows, capacities = WINDOWS[session], set()
+        with CompileCounter() as programs:
+            while session.tasks["news"].status == "running":
+                window = windows.plan(4)
+                capacities |= {slot.capacity_tokens for slot in window.slots}
+                windows.run(window)
+                session.drain()
+        state = session.stop("news")
+    finally:
+        session.close()
+    assert capacities == set(sizes.sizes)
+    assert programs.compiled == 0
+    for name, leaf in state.weights.items():
+        np.testing.assert_allclose(leaf, alone["news"].weights[name], rtol=1e-5, atol=1e-5 * np.abs(leaf).max())
+
+
 def test_adapters_swap_their_places(session, task, alone):
     pair = task("tort"), task("news")
     places = [start(session, joining) for joining in pair]
@@ -143,7 +195,7 @@ def test_starting_and_stopping_compiles_nothing(session, task, alone):
 @pytest.mark.parametrize("has_room", [True, False])
 def test_a_state_is_read_while_all_train(session, task, alone, monkeypatch, has_room):
     """Slots run between the beginning and the end of a read. The state is that of a step: it continues as if alone."""
-    monkeypatch.setattr(session, "_has_room", has_room)
+    monkeypatch.setattr(session, "_copies_states", has_room)
     reading = task("tort")
     start(session, reading)
     start(session, task("news"))
@@ -170,7 +222,7 @@ def test_a_state_is_read_while_all_train(session, task, alone, monkeypatch, has_
 @pytest.mark.parametrize("has_room", [True, False])
 def test_an_adapter_leaves_while_others_train(session, task, alone, monkeypatch, has_room):
     """It leaves in the middle of a batch. What is read is its state after its last step, and others do not wait."""
-    monkeypatch.setattr(session, "_has_room", has_room)
+    monkeypatch.setattr(session, "_copies_states", has_room)
     leaving = task("tort")
     place = start(session, leaving)
     start(session, task("lung"))
@@ -274,9 +326,11 @@ def test_what_does_not_fit_is_refused(session, task, config, alone, tmp_path):
     assert Places.of({8: 1}, dropout=False).refuses(lung.spec) == "the session was opened without dropout"
     with pytest.raises(LoraFusionError, match=r"places\.classes"):
         Places.of({})
-    balanced = config.train.model_copy(update={"router_aux": 0.001})
-    with pytest.raises(LoraFusionError, match=r"session\.router-aux.* no loss of routers"):
-        Session.open_places(config.base, config.mesh, Places.of({4: 1}), train=balanced, directory=config.directory)
+    balanced = task("news")
+    train_settings = balanced.config.train.model_copy(update={"router_aux": 0.001})
+    balanced.config = balanced.config.model_copy(update={"train": train_settings})
+    with pytest.raises(LoraFusionError, match=r"session\.router-aux"):
+        session.start(session.find_place(balanced.spec), balanced)
 
 
 @pytest.mark.nightly

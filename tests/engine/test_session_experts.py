@@ -1,4 +1,4 @@
-"""Adapters of experts in places of their own, beside adapters of other projections."""
+"""Adapters of experts in places of their own, beside adapters of other projections; the routers have a loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def configure(make_base, tmp_path_factory):
         entry = {"name": name, "lora": ADAPTERS[name], "batch": {"global_samples": 4}, "seed": len(name)}
         entry["data"] = {"train": write_rows(folder, name, 10, longest=8)}
         optim = {"lr": 5e-3, "schedule": "constant", "warmup": 0, "eps": 1e-4}
-        return load_config(write_job(folder, base, [entry], optim=optim))
+        return load_config(write_job(folder, base, [entry], optim=optim, train={"router_aux": 0.05}))
 
     return make
 

@@ -61,7 +61,8 @@ def planner(session) -> WindowPlanner:
 @pytest.fixture
 def reproducible(session, monkeypatch) -> WindowPlanner:
     """Plans as a session that was opened so, with the same programs."""
-    monkeypatch.setattr(session, "_first_tail", replace(session.first_tail, reproducible=True, most_adapters=1))
+    tail = replace(session.free_places.tail, reproducible=True, most_adapters=1)
+    monkeypatch.setattr(session.free_places, "tail", tail)
     return WindowPlanner(session)
 
 

@@ -231,6 +231,15 @@ def test_sessions_with_their_own_limits_do_not_idle_beside_long_samples(capacity
     assert pause <= 12
 
 
+def test_a_slot_of_a_window_takes_the_smallest_capacity_that_holds_it():
+    batch = BatchSettings(capacity_tokens=(256, 512, 1024), tile_tokens=64)
+    tail = first_tail(batch, MeshSettings(), 4, places_for_segments(batch), reproducible=True)
+    window = plan_window([Cursor(job=AdapterJob("law", [200, 300, 900], 1))], tail, 3)
+    tokens = [sum((200, 300, 900)[ref.sample] for ref in slot.samples) for slot in window.slots]
+    assert [slot.capacity_tokens for slot in window.slots] == [256, 512, 1024]
+    assert tokens == [200, 300, 900]
+
+
 @pytest.mark.parametrize(("capacity", "long", "short"), [(1536, 6, 3), (6144, 8, 4)])
 def test_a_reproducible_session_is_no_emptier_than_turns(capacity, long, short):
     """A microbatch has one adapter, so batches of short samples leave theirs empty whatever the order."""

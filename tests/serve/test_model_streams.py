@@ -132,7 +132,8 @@ def requests(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_lost_worker_ends_where_no_worker_was_lost(session, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "_first_tail", replace(session.first_tail, reproducible=True, most_adapters=1))
+    tail = replace(session.free_places.tail, reproducible=True, most_adapters=1)
+    monkeypatch.setattr(session.free_places, "tail", tail)
     whole = Worker(session, tmp_path / "whole")
     whole.start()
     whole.send(*requests(tmp_path / "whole"))
