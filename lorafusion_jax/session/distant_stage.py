@@ -106,6 +106,19 @@ def _flags(count: int) -> Any:
 type AnyStage = Stage | DistantStage
 
 
+def lanes_of(stages: Sequence[AnyStage], *, ordered: bool) -> list[ThreadPoolExecutor]:
+    """Returns for each stage the thread that dispatches its work, or receives that of other processes.
+
+    Args:
+        ordered: whether stages of this process share a thread.
+    """
+    together, others = ThreadPoolExecutor(1, "stages"), ThreadPoolExecutor(1, "receive")  # start with their first work
+    return [
+        others if isinstance(stage, DistantStage) else together if ordered else ThreadPoolExecutor(1, f"stage-{index}")
+        for index, stage in enumerate(stages)
+    ]
+
+
 def local_stages(stages: Sequence[AnyStage]) -> dict[int, Stage]:
     """Returns the stages that this process holds, by number."""
     return {index: stage for index, stage in enumerate(stages) if not isinstance(stage, DistantStage)}

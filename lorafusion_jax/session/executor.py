@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,8 +31,15 @@ from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.session.ahead import Ahead
 from lorafusion_jax.session.batch_end import BatchEnd
-from lorafusion_jax.session.distant_stage import AnyStage, DistantStage, RowsShape, local_stages, receive_activations
-from lorafusion_jax.session.failures import is_of_devices, place_of, stage_failed
+from lorafusion_jax.session.distant_stage import (
+    AnyStage,
+    DistantStage,
+    RowsShape,
+    lanes_of,
+    local_stages,
+    receive_activations,
+)
+from lorafusion_jax.session.failures import FailedEvent, is_of_devices, place_of, stage_failed
 from lorafusion_jax.session.links import Announcement, Link, Links
 from lorafusion_jax.session.move import first_of, to_stage, transfer
 from lorafusion_jax.session.parts import Carried
@@ -48,27 +55,6 @@ AHEAD = 1  # slots queued beyond those in the pipeline: devices need not wait fo
 
 # (adapter, its closed global batch on every stage) -> the closed global batch to step with
 type BeforeStep = Callable[[str, list[Future[ClosedBatch]]], list[Future[ClosedBatch]]]
-
-
-class _FailedEvent(Exception):
-    """An exception, with the event during which it was raised."""
-
-    def __init__(self, problem: Exception, stage: int, slot: int | None, adapters: Sequence[str]):
-        super().__init__(str(problem))
-        self.problem, self.stage, self.slot, self.adapters = problem, stage, slot, adapters
-
-
-def _lanes(stages: Sequence[AnyStage], *, ordered: bool) -> list[ThreadPoolExecutor]:
-    """Returns for each stage the thread that dispatches its work, or receives that of other processes.
-
-    Args:
-        ordered: whether stages of this process share a thread.
-    """
-    together, others = ThreadPoolExecutor(1, "stages"), ThreadPoolExecutor(1, "receive")  # start with their first work
-    return [
-        others if isinstance(stage, DistantStage) else together if ordered else ThreadPoolExecutor(1, f"stage-{index}")
-        for index, stage in enumerate(stages)
-    ]
 
 
 @jax.jit
@@ -139,14 +125,14 @@ class Executor:
         self.local_stages = local_stages(stages)
         self.links = Links([stage.mesh for stage in stages])
         self._ordered = not is_alone() and any(stage.mesh.spans_processes for stage in self.local_stages.values())
-        self._lanes = _lanes(self.stages, ordered=self._ordered)
+        self._lanes = lanes_of(self.stages, ordered=self._ordered)
         self._index: Mapping[str, int] = {name: number for number, name in enumerate(names)}
         self._in_flight: dict[int, _InFlight] = {}  # by slot
         self._issued: deque[int] = deque()  # slots in flight whose events have all been issued, in this order
         self._completed: list[int] = []  # finished slots that `completed_slots` has not returned yet
         self._logprobs: dict[int, Array] = {}  # of finished slots with clients' rows
         self._ending: dict[int, _EndingBatch] = {}  # by number of the adapter
-        self._failure: _FailedEvent | None = None  # the first failure; later work is not run
+        self._failure: FailedEvent | None = None  # the first failure; later work is not run
         self._failing = threading.Lock()
         self._warm: list[list[tuple[int, ...]]] = []  # shapes of the microbatches that programs were compiled for
         self.before_step: BeforeStep = lambda adapter, closed: closed
@@ -353,18 +339,18 @@ class Executor:
         try:
             yield
         except Exception as problem:
-            if not isinstance(problem, _FailedEvent) and not is_of_devices(problem):
+            if not isinstance(problem, FailedEvent) and not is_of_devices(problem):
                 raise
             for lane in set(self._lanes):
                 lane.shutdown(wait=True, cancel_futures=True)
-            if isinstance(problem, _FailedEvent):
+            if isinstance(problem, FailedEvent):
                 stage, slot, adapters = problem.stage, problem.slot, problem.adapters
             first = None if self._spans is None else self._spans.first_failure()
             if first is not None:
                 stage, slot = first.stage, first.slot
                 flight = self._in_flight.get(first.slot)
                 adapters = first.adapters or (adapters if flight is None else flight.adapters)
-            cause = problem.problem if isinstance(problem, _FailedEvent) else problem
+            cause = problem.problem if isinstance(problem, FailedEvent) else problem
             if not is_of_devices(cause):
                 cause.add_note(f"raised{place_of(stage, slot, adapters)}; lorafusion resume RUN continues from before")
                 raise cause from None
@@ -468,7 +454,7 @@ class Executor:
                 return work()
             except Exception as problem:  # an error of jax or a bug; either way later work cannot run
                 with self._failing:
-                    self._failure = self._failure or _FailedEvent(problem, stage, slot, adapters)
+                    self._failure = self._failure or FailedEvent(problem, stage, slot, adapters)
                 raise self._failure from problem
 
         return self._lanes[stage].submit(run)

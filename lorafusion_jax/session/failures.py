@@ -38,6 +38,14 @@ def is_of_devices(problem: Exception) -> bool:
     return isinstance(problem, jax.errors.JaxRuntimeError) or bool(_PEER_LOST.search(str(problem)))
 
 
+class FailedEvent(Exception):
+    """An exception, with the event during which it was raised."""
+
+    def __init__(self, problem: Exception, stage: int, slot: int | None, adapters: Sequence[str]):
+        super().__init__(str(problem))
+        self.problem, self.stage, self.slot, self.adapters = problem, stage, slot, adapters
+
+
 def place_of(stage: int | None, slot: int | None, adapters: Sequence[str]) -> str:
     """Describes the place of an error, as far as it is known.
 

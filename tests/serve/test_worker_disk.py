@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.serve.worker import loop
+from lorafusion_jax.serve.worker import loading, loop
 
 FULL = RunError("save.no-space", "the disk is full.")
 READ_ONLY = RunError("save.failed", "it cannot be written.", why="Read-only file system")
@@ -131,10 +131,10 @@ def worker(tmp_path, monkeypatch):
             raise disk["full"]
 
     def read(job, values, state, folder):
-        return loop.Loaded(task=Adapter(job, values["steps"], disk), state=None, path=None)
+        return loading.Loaded(task=Adapter(job, values["steps"], disk), state=None, path=None)
 
     monkeypatch.setattr(loop, "export_task", export)
-    monkeypatch.setattr(loop, "_load", read)
+    monkeypatch.setattr(loop, "load", read)
     monkeypatch.setattr(loop, "AGAIN_S", 0.05)
     disk["session"] = Bench()
     running = disk["loop"] = loop.WorkerLoop(disk["session"], disk["session"], line, {}, save_s=0.05)
@@ -421,7 +421,7 @@ def test_data_that_cannot_be_read_fails_its_job_alone(worker, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("a defect of a reader")
 
-    monkeypatch.setattr(loop, "_load", broken)
+    monkeypatch.setattr(loop, "load", broken)
     start("fern", 3, 0)
     wait_for(lambda: line.of("failed"))
     (failed,) = line.of("failed")
@@ -439,16 +439,16 @@ def test_a_damaged_state_costs_its_steps_only(tmp_path, monkeypatch):
         return folder.name
 
     for name in ("parse_config", "source_of", "prepare", "read_references"):
-        monkeypatch.setattr(loop, name, lambda *_: None)
-    monkeypatch.setattr(loop, "Task", SimpleNamespace(of=lambda *_: SimpleNamespace(name="fern", adapter=None)))
-    monkeypatch.setattr(loop.AdapterState, "read", staticmethod(read))
+        monkeypatch.setattr(loading, name, lambda *_: None)
+    monkeypatch.setattr(loading, "Task", SimpleNamespace(of=lambda *_: SimpleNamespace(name="fern", adapter=None)))
+    monkeypatch.setattr(loading.AdapterState, "read", staticmethod(read))
     states = tmp_path / "state"
     for name in ("e1-s4", "e1-s12", "e3-s2", "e2-s9"):
         (states / name).mkdir(parents=True)
-    loaded = loop._load("fern", {}, states / "e2-s9", tmp_path)
+    loaded = loading.load("fern", {}, states / "e2-s9", tmp_path)
     assert (loaded.state, loaded.path) == (None, None)
     assert "e2-s9 is damaged" in loaded.damage
     (states / "e1-s4" / "whole").touch()
     (states / "e3-s2" / "whole").touch()  # newer than what the server knows
-    loaded = loop._load("fern", {}, states / "e2-s9", tmp_path)
+    loaded = loading.load("fern", {}, states / "e2-s9", tmp_path)
     assert (loaded.state, loaded.path) == ("e1-s4", states / "e1-s4")

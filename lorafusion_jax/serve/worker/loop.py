@@ -7,27 +7,23 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.config.load import parse_config
-from lorafusion_jax.config.read import source_of
-from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.generation.engine import SLOTS
 from lorafusion_jax.report.events import RunEvent
-from lorafusion_jax.serve.state_folders import state_folder, states_before
+from lorafusion_jax.serve.state_folders import state_folder
 from lorafusion_jax.serve.wire import Message
-from lorafusion_jax.serve.worker.departure import Departure
+from lorafusion_jax.serve.worker.held import Departure, Held, Reading
 from lorafusion_jax.serve.worker.link import Link
-from lorafusion_jax.serve.worker.references import read_references, write_references
+from lorafusion_jax.serve.worker.loading import Loaded, load, write_references
 from lorafusion_jax.serve.worker.samples import Samples
 from lorafusion_jax.serve.worker.stream import Models
 from lorafusion_jax.session import AdapterState, Session, Task, WindowPlanner
 from lorafusion_jax.session.export import export_task
-from lorafusion_jax.session.places import PlaceWeights
 
 HORIZON = 48  # slots of a window
 REPORT_S = 0.2  # between two messages about steps
@@ -37,66 +33,6 @@ WAIT_S = 0.005  # between two looks for the end of jobs that leave
 MOST_READS = 3  # of adapters that leave at a time: their weights are copied, and an optimizer has two moments
 MOST_DEPARTURES = 16  # adapters that leave and are not on the disk: the host has memory for them
 DISK, AGAIN_S = ("save.no-space", "save.failed"), 5.0  # a disk that takes nothing now, and when to try again
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """What was read of a job.
-
-    Args:
-        path: of its state (None: it starts from the beginning).
-        damage: what is wrong with the state that it should have started from.
-        first: weights that it starts from, if there is no state.
-    """
-
-    task: Task
-    state: AdapterState | None
-    path: Path | None
-    damage: str = ""
-    first: PlaceWeights | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Held:
-    """A job in the session, or on its way into it.
-
-    Attributes:
-        state: newest state on the disk, of step `kept`.
-        loading: None once it has started, because what was read takes memory.
-        saved: last step whose state was read; it may not be on the disk yet.
-        place: None until it has started, and once it has left.
-        saving: the newest save of its state, which may be under way.
-        departure: of a job that is done or stopped. It has no place any more once its adapter is read.
-        leaves: whether the server has asked for it back.
-        read_at: when its state was last read, or when it started.
-        announced: whether it trains; until then its reference is computed.
-        new_references: they are not in its folder yet.
-    """
-
-    job: str
-    epoch: int
-    name: str
-    folder: Path
-    wanted_place: int
-    state: Path | None
-    loading: Future[Loaded] | None
-    saving: Future[None] | None = None
-    departure: Departure | None = None
-    leaves: bool = False
-    kept: int = 0
-    saved: int = 0
-    place: int | None = None
-    read_at: float = 0.0
-    announced: bool = False
-    new_references: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """A state that is being read, while its job trains on."""
-
-    held: Held
-    state: Future[AdapterState]
 
 
 class WorkerLoop:
@@ -282,7 +218,7 @@ class WorkerLoop:
         )
 
     def _read(self, job: str, values: dict[str, Any], state: Path | None, folder: Path) -> Loaded:
-        loaded = _load(job, values, state, folder)
+        loaded = load(job, values, state, folder)
         return replace(loaded, first=self._session.draw(loaded.task)) if loaded.state is None else loaded
 
     def _start_loaded(self) -> None:
@@ -507,25 +443,3 @@ class WorkerLoop:
         rows, self._rows, self._reported = self._rows, {}, time.monotonic()
         for (job, epoch), job_rows in rows.items():
             self._link.emit("stepped", job=job, epoch=epoch, rows=job_rows)
-
-
-def _load(job: str, values: dict[str, Any], state: Path | None, folder: Path) -> Loaded:
-    """Reads data, state and references of a job. In the session it is named by its id.
-
-    A state that is damaged is replaced by the newest one before it that is whole.
-    """
-    config = parse_config(source_of(values))
-    prepared = prepare(config)
-    task = Task.of(config, prepared, read_references(folder, config, prepared))
-    assert task.name == job
-    if state is None:
-        return Loaded(task=task, state=None, path=None)
-    damage = ""
-    for path in (state, *states_before(state)):
-        try:
-            return Loaded(task=task, state=AdapterState.read(path, task.adapter), path=path, damage=damage)
-        except CheckpointError as problem:
-            if problem.code != "state.damaged":
-                raise
-            damage = damage or str(problem)
-    return Loaded(task=task, state=None, path=None, damage=damage)

@@ -1,14 +1,16 @@
-"""How an adapter leaves its place: it is read from the devices, its place is free, and the host's copy is written."""
+"""A job in a worker, on its way into a place, in it, or out of it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.serve.worker.loading import Loaded
 from lorafusion_jax.session import AdapterState
 
 
@@ -67,3 +69,46 @@ class Departure:
     def write_later(self, seconds: float) -> None:
         """Makes it due again after a disk that took nothing."""
         self._written, self._not_before = None, time.monotonic() + seconds
+
+
+@dataclass(slots=True, kw_only=True)
+class Held:
+    """A job in the session, or on its way into it.
+
+    Attributes:
+        state: newest state on the disk, of step `kept`.
+        loading: None once it has started, because what was read takes memory.
+        saved: last step whose state was read; it may not be on the disk yet.
+        place: None until it has started, and once it has left.
+        saving: the newest save of its state, which may be under way.
+        departure: of a job that is done or stopped. It has no place any more once its adapter is read.
+        leaves: whether the server has asked for it back.
+        read_at: when its state was last read, or when it started.
+        announced: whether it trains; until then its reference is computed.
+        new_references: they are not in its folder yet.
+    """
+
+    job: str
+    epoch: int
+    name: str
+    folder: Path
+    wanted_place: int
+    state: Path | None
+    loading: Future[Loaded] | None
+    saving: Future[None] | None = None
+    departure: Departure | None = None
+    leaves: bool = False
+    kept: int = 0
+    saved: int = 0
+    place: int | None = None
+    read_at: float = 0.0
+    announced: bool = False
+    new_references: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A state that is being read, while its job trains on."""
+
+    held: Held
+    state: Future[AdapterState]

@@ -1,0 +1,86 @@
+"""Reads a job for a worker: its data, its newest whole state, and what its reference says of its samples.
+
+The answers of a reference are in the job's folder, so that a move does not compute them again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.checkpoint.references import KEY, read_reference
+from lorafusion_jax.checkpoint.references import write_references as write_arrays
+from lorafusion_jax.config.load import parse_config
+from lorafusion_jax.config.read import source_of
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import Prepared, prepare
+from lorafusion_jax.data.references import SetReferences, reference_shapes
+from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.files import replace_text
+from lorafusion_jax.serve.state_folders import states_before
+from lorafusion_jax.session import AdapterState, Task
+from lorafusion_jax.session.assembler import teacher_state
+from lorafusion_jax.session.places import PlaceWeights
+
+NAME, NOTE = "reference", "references.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What was read of a job.
+
+    Args:
+        path: of its state (None: it starts from the beginning).
+        damage: what is wrong with the state that it should have started from.
+        first: weights that it starts from, if there is no state.
+    """
+
+    task: Task
+    state: AdapterState | None
+    path: Path | None
+    damage: str = ""
+    first: PlaceWeights | None = None
+
+
+def load(job: str, values: dict[str, Any], state: Path | None, folder: Path) -> Loaded:
+    """Reads data, state and references of a job. In the session it is named by its id.
+
+    A state that is damaged is replaced by the newest one before it that is whole.
+    """
+    config = parse_config(source_of(values))
+    prepared = prepare(config)
+    task = Task.of(config, prepared, read_references(folder, config, prepared))
+    assert task.name == job
+    if state is None:
+        return Loaded(task=task, state=None, path=None)
+    damage = ""
+    for path in (state, *states_before(state)):
+        try:
+            return Loaded(task=task, state=AdapterState.read(path, task.adapter), path=path, damage=damage)
+        except CheckpointError as problem:
+            if problem.code != "state.damaged":
+                raise
+            damage = damage or str(problem)
+    return Loaded(task=task, state=None, path=None, damage=damage)
+
+
+def write_references(folder: Path, references: SetReferences) -> None:
+    """Writes what a reference says, and its digest. A full disk only means that they are computed again."""
+    try:
+        noted = write_arrays(folder, {NAME: references}, {NAME: NAME})
+        replace_text(folder / NOTE, json.dumps({KEY: noted}))
+    except (OSError, LoraFusionError) as problem:
+        print(f"references were not kept: {problem}", flush=True)
+
+
+def read_references(folder: Path, config: JobConfig, prepared: Prepared) -> SetReferences | None:
+    """Reads what a reference says; None if there are none for these samples, or if they are damaged."""
+    (adapter,) = config.adapters
+    try:
+        noted = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+        shapes = reference_shapes(prepared.adapters[adapter.name], teacher_state(config))
+        return read_reference(folder, noted, NAME, shapes)
+    except (OSError, ValueError, LoraFusionError):
+        return None
