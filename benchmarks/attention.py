@@ -21,8 +21,8 @@ import numpy as np
 from benchmarks.harness import command_line
 from benchmarks.measured_code import write_measured
 from lorafusion_jax.models import Segments, attention
+from lorafusion_jax.models.attention.api import hopper_backward, hopper_forward, triton_backward, triton_forward
 from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward
-from lorafusion_jax.models.attention.kernels import hopper_backward, hopper_forward, triton_backward, triton_forward
 from lorafusion_jax.models.attention.rule import ScoreRule
 from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows
 from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks

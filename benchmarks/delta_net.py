@@ -32,10 +32,9 @@ from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.delta_rule import gated_delta_rule
 from pallas_kernels.delta_rule.api import DeltaRuleImplementation
-from pallas_kernels.delta_rule.inverse import inverse_of_unit_lower
 from pallas_kernels.delta_rule.reference import delta_rule_by_rows
 from pallas_kernels.delta_rule.triton import WalkConfig, walk
-from pallas_kernels.delta_rule.xla import scan_chunks
+from pallas_kernels.delta_rule.xla import inverse_of_unit_lower, scan_chunks
 from pallas_kernels.device import interprets
 
 IMPLEMENTATIONS: tuple[DeltaRuleImplementation, ...] = get_args(DeltaRuleImplementation)

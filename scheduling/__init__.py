@@ -19,6 +19,7 @@ from scheduling.bounds import lower_bound as lower_bound
 from scheduling.comparison import TimelineComparison as TimelineComparison
 from scheduling.comparison import compare_timelines as compare_timelines
 from scheduling.cost_model import CostModel as CostModel
+from scheduling.cost_model import LinkCost as LinkCost
 from scheduling.cost_model import Measurement as Measurement
 from scheduling.cost_model import PassCost as PassCost
 from scheduling.cost_model import StageCost as StageCost
@@ -29,7 +30,6 @@ from scheduling.cost_parts import read_cost_model as read_cost_model
 from scheduling.cost_parts import shared_parts as shared_parts
 from scheduling.cost_parts import stages_from_parts as stages_from_parts
 from scheduling.errors import PlanError as PlanError
-from scheduling.links import LinkCost as LinkCost
 from scheduling.pipeline import Event as Event
 from scheduling.pipeline import Program as Program
 from scheduling.pipeline import forward_then_backward as forward_then_backward

@@ -97,8 +97,7 @@ def shown_commands() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("page", "line"), sorted(set(shown_commands())))
 def test_commands_and_their_options_exist(page, line):
-    from lorafusion_jax.cli.main import COMMANDS
-    from lorafusion_jax.cli.on_demand import imported
+    from lorafusion_jax.cli.main import COMMANDS, imported
 
     words = shlex.split(line)[1:]
     assert words[0] in COMMANDS, f"{page}: there is no command in '{line}'"

@@ -12,10 +12,8 @@ from lorafusion_jax.families.mlp import Activation
 from lorafusion_jax.families.multimodal import OF_ROOT, SHARED, TEXT, UNCAPPED, text_part
 from lorafusion_jax.families.pattern import LayerType, read_pattern
 from lorafusion_jax.families.quantised import UnknownFormat, format_name
-from lorafusion_jax.families.read_delta_net import read_delta_net
 from lorafusion_jax.families.read_experts import read_experts
-from lorafusion_jax.families.read_latent import read_latent
-from lorafusion_jax.families.read_mixers import read_mixer
+from lorafusion_jax.families.read_mixers import read_delta_net, read_latent, read_mixer
 from lorafusion_jax.families.read_rope import read_ropes
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family, family_named, find_families, known_models

@@ -35,8 +35,8 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.report.record import check_record
 from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.references import read_references
 from lorafusion_jax.training.resume_run import checked_base
-from lorafusion_jax.training.stored_references import read_references
 from lorafusion_jax.training.watched_steps import Tensors, Watched, WatchedSession
 from scheduling import Plan
 from scheduling.types import Slot

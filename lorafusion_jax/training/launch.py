@@ -42,10 +42,10 @@ from lorafusion_jax.training.changes import Change, recorded_changes
 from lorafusion_jax.training.exclusive import fail_together
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.outcome import RunResult
+from lorafusion_jax.training.references import compute_references, store_references
 from lorafusion_jax.training.run import Run, StartUp
 from lorafusion_jax.training.saver import read_states
 from lorafusion_jax.training.state import Progress
-from lorafusion_jax.training.stored_references import compute_references, store_references
 from scheduling import Plan
 
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.planning.pauses import evaluations
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
+from lorafusion_jax.session.batches import Batches
 from lorafusion_jax.session.loop import SlotHooks
 from lorafusion_jax.session.processes import any_process, is_alone
 from lorafusion_jax.session.release import release_unused
@@ -24,11 +28,57 @@ from lorafusion_jax.training.changes import Change, apply, cap_slots
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.meter import COMPILING, EVALUATING, SAVING, Meter
-from lorafusion_jax.training.plan_tables import PlanTables
 from lorafusion_jax.training.selection import Selection
 from lorafusion_jax.training.state import Progress
-from scheduling import issue_order
+from scheduling import Plan, issue_order
 from scheduling import pipeline as schedule
+
+# Lookup tables of a plan for the loop.
+
+
+class PlanTables:
+    """Tables of the job's current plan. Call `renew` after the plan was replaced.
+
+    Attributes:
+        batches: microbatches of the slots.
+        slot_tokens: real tokens of every adapter in every slot.
+        slot_rows: rows that every slot computes, of all replicas.
+        last_slot: in which each adapter takes its last step; -1: none.
+    """
+
+    def __init__(self, job: Job, session: Session):
+        self._job, self._session = job, session
+        self.batches = Batches(job.config, job.prepared, job.plan, session.assembler, session.tasks)
+        self._count()
+
+    def renew(self) -> None:
+        """Rebuilds the tables from the job. Microbatches keep their shape if the new samples fit into it."""
+        self._session.take_data(self._job.config, self._job.prepared)
+        self.batches.replace_plan(self._job.config, self._job.prepared, self._job.plan)
+        self._count()
+
+    def _count(self) -> None:
+        plan, prepared = self._job.plan, self._job.prepared
+        self.slot_tokens = slot_tokens(plan, prepared)
+        self.slot_rows = [
+            rows * len(slot.replicas) for slot, rows in zip(plan.slots, plan.slot_capacities, strict=True)
+        ]
+        self.last_slot = dict.fromkeys((adapter.name for adapter in self._job.config.adapters), -1) | {
+            name: slot for slot, name, _ in plan.batches_ending()
+        }
+
+
+def slot_tokens(plan: Plan, prepared: Prepared) -> list[dict[str, int]]:
+    """Counts the real tokens of every adapter in every slot."""
+    lengths: Mapping[str, np.ndarray] = {name: data.stream_tokens() for name, data in prepared.adapters.items()}
+    result: list[dict[str, int]] = []
+    for slot in plan.slots:
+        tokens: dict[str, int] = {}
+        for ref in slot.samples:
+            tokens[ref.adapter] = tokens.get(ref.adapter, 0) + int(lengths[ref.adapter][ref.sample])
+        result.append(tokens)
+    return result
+
 
 LOG_EVERY_S = 2.0
 ASK_EVERY = 8  # slots between two agreements of the processes on whether to pause

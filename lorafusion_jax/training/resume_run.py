@@ -29,9 +29,9 @@ from lorafusion_jax.training.changes import apply, recorded_changes, stopped_oth
 from lorafusion_jax.training.exclusive import exclusive_run, fail_together
 from lorafusion_jax.training.launch import fan_out, initial_adapters, launch, local_listeners, record_phases
 from lorafusion_jax.training.outcome import RunResult
+from lorafusion_jax.training.references import read_references
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
 from lorafusion_jax.training.state import Progress
-from lorafusion_jax.training.stored_references import read_references
 from pallas_kernels import config_store
 from pallas_kernels.device import device_kind
 from scheduling import Plan

@@ -17,9 +17,8 @@ from lorafusion_jax.training.additions import LacksMemory, new_record_entries, r
 from lorafusion_jax.training.agreement import disagreement_on
 from lorafusion_jax.training.changes import Change, cap_slots, check_request, recorded_changes, revise
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.joining_references import JoiningReferences
+from lorafusion_jax.training.references import JoiningReferences, store_references
 from lorafusion_jax.training.state import Progress
-from lorafusion_jax.training.stored_references import store_references
 from scheduling import Plan, PlanError
 
 # A request is refused for any of these, and the run goes on: one that needs more memory than there is, too.

@@ -31,25 +31,24 @@ from lorafusion_jax.report.events import (
 from lorafusion_jax.session.processes import any_process, barrier, is_first
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.signals import deferred_stop
-from lorafusion_jax.training.adapter_writer import AdapterWriter
 from lorafusion_jax.training.background import BackgroundQueue
 from lorafusion_jax.training.changes import recorded_changes, stopped_otherwise
 from lorafusion_jax.training.evaluations import Evaluations
-from lorafusion_jax.training.export_queue import ExportQueue
+from lorafusion_jax.training.exports import AdapterWriter, ExportQueue
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.joining_references import JoiningReferences
 from lorafusion_jax.training.loop import Interrupted, PlanRun
 from lorafusion_jax.training.outcome import RunResult, stop_event
-from lorafusion_jax.training.revisions import Revisions
-from lorafusion_jax.training.saver import Saver
-from lorafusion_jax.training.state import Progress
-from lorafusion_jax.training.stored_references import (
+from lorafusion_jax.training.references import (
+    JoiningReferences,
     compute_references,
     read_references,
     split_stored,
     store_references,
 )
+from lorafusion_jax.training.revisions import Revisions
+from lorafusion_jax.training.saver import Saver
+from lorafusion_jax.training.state import Progress
 
 POLL_S = 0.1  # how often a run that waits at its end looks whether a stop is asked for
 

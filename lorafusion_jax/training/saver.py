@@ -17,7 +17,7 @@ from lorafusion_jax.session.processes import barrier, is_first
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.session.state import states_of
 from lorafusion_jax.training.background import BackgroundQueue
-from lorafusion_jax.training.export_queue import ExportQueue
+from lorafusion_jax.training.exports import ExportQueue
 from lorafusion_jax.training.state import Progress
 
 

@@ -14,7 +14,7 @@ from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.peft.leaves import exported_spec
 from lorafusion_jax.report.summary import final_rows
 from lorafusion_jax.session.session import Session
-from lorafusion_jax.training.stored_references import read_references
+from lorafusion_jax.training.references import read_references
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import yaml
 from safetensors import safe_open
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.cli.other_programs import commands
+from lorafusion_jax.cli.export import commands
 from lorafusion_jax.digests import is_intact
 from lorafusion_jax.peft.folder import read_adapter
 

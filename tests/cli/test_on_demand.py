@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from lorafusion_jax.cli.main import COMMANDS, run
-from lorafusion_jax.cli.on_demand import documentation, imported
+from lorafusion_jax.cli.main import COMMANDS, documentation, imported, run
 
 DEAR = (
     "lorafusion_jax.config.schema",

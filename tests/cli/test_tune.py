@@ -8,7 +8,7 @@ import json
 import pytest
 from more_cases import nightly
 
-from lorafusion_jax.cli import tune_ops
+from lorafusion_jax.cli import tune
 from lorafusion_jax.cli.job_calls import LayerCalls
 from lorafusion_jax.cli.tune import layer_specs
 from lorafusion_jax.config import load_config
@@ -115,7 +115,7 @@ def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusio
     monkeypatch.setattr(arg_specs, "tuning_specs", lambda quick: small)
     monkeypatch.setattr(device, "interprets", lambda: False)
     keep_candidates(monkeypatch, 1)
-    monkeypatch.setattr(tune_ops, "named_calls", lambda quick: [SMALL])
+    monkeypatch.setattr(tune, "named_calls", lambda quick: [SMALL])
     outcome = lorafusion("tune", "--quick", "--out", path)
     assert outcome.code == 0, outcome.err
     assert outcome.last_line == "next: lorafusion doctor"

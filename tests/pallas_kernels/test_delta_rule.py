@@ -12,8 +12,8 @@ from more_cases import nightly
 
 from pallas_kernels.delta_rule import api, delta_rule_step, delta_rule_with_states, gated_delta_rule
 from pallas_kernels.delta_rule.chunks import make_chunks, to_chunks, to_rows
-from pallas_kernels.delta_rule.inverse import inverse_of_unit_lower
 from pallas_kernels.delta_rule.reference import delta_rule_by_rows
+from pallas_kernels.delta_rule.xla import inverse_of_unit_lower
 
 # Of the largest value: sums of up to 130 rows in another order, float32. Seen: 3e-7 and 2e-6.
 FORWARD, BACKWARD = 3e-6, 2e-5

@@ -17,8 +17,8 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.session.layer_programs import Split
 from lorafusion_jax.session.parts import Parts
-from lorafusion_jax.session.remat import Split
 
 T, TILE = 64, 16
 MODEL = ModelConfig(

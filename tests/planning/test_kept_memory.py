@@ -124,8 +124,8 @@ def real_kept(wanted, half=None):
     from lorafusion_jax.config.schema import TrainSettings
     from lorafusion_jax.data.assemble import BalanceRows, Microbatch
     from lorafusion_jax.models.stream import Stream
+    from lorafusion_jax.session.layer_programs import Split
     from lorafusion_jax.session.parts import Parts
-    from lorafusion_jax.session.remat import Split
 
     T = wanted.capacity_tokens
     settings = TrainSettings(implementation=wanted.implementation, attention=wanted.attention)

@@ -17,7 +17,7 @@ from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.session.assembler import mask_adapters
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.training import RunFolder, resume, train
-from lorafusion_jax.training.adapter_writer import AdapterWriter
+from lorafusion_jax.training.exports import AdapterWriter
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, train
-from lorafusion_jax.training.adapter_writer import AdapterWriter
+from lorafusion_jax.training.exports import AdapterWriter
 
 PATIENCE_S = 300
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lorafusion_jax.session.prefetch import prefetch
+from lorafusion_jax.session.loop import prefetch
 
 
 def test_results_come_in_order():

@@ -5,25 +5,127 @@ Dims: `T` packed tokens · `H` heads · `K` key heads, H a multiple · `C` head 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
+from lorafusion_jax.models.attention.checkpoint_names import checkpointed
 from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward, on_hopper
 from lorafusion_jax.models.attention.cudnn import unsupported_reason as cudnn_unsupported_reason
-from lorafusion_jax.models.attention.kernels import hopper_backward, hopper_forward, triton_backward, triton_forward
-from lorafusion_jax.models.attention.nan_isolation import Backward, Forward, isolated
 from lorafusion_jax.models.attention.rule import ScoreRule
 from lorafusion_jax.models.attention.xla import xla_backward, xla_forward
 from lorafusion_jax.models.segments import Segments
 from pallas_kernels import config_store
-from pallas_kernels.attention import Described, unsupported_reason
-from pallas_kernels.attention.triton.api import triton_unsupported_reason
+from pallas_kernels.attention import (
+    Described,
+    Saved,
+    attention_backward,
+    attention_forward,
+    document_rows,
+    unsupported_reason,
+)
+from pallas_kernels.attention.triton.api import (
+    triton_attention_backward,
+    triton_attention_forward,
+    triton_unsupported_reason,
+)
 from pallas_kernels.device import device_kind
 from pallas_kernels.policy import AttentionImplementation as AttentionImplementation
 from pallas_kernels.policy import attention_call
+
+# Keeps NaN and infinity inside their own segment, for attention kernels that do not.
+#
+# A kernel multiplies other segments by zero weights, and 0 · NaN = NaN. So bad inputs are set to zero first, and the
+# rows that they affect are set to NaN afterwards. This costs extra passes over q, o, dO and dq.
+
+ALL_PAIRS = 256  # rows of which every pair is compared: a cumulative maximum is four kernels of a program, this is one
+Forward = Callable[..., tuple[jax.Array, Any]]  # q, k, v, segments, rule -> o [T, H·C], residuals
+Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # residuals, do [T, H, C], rule -> dq, dk, dv
+
+
+def isolated(forward: Callable, backward: Backward) -> tuple[Forward, Backward]:
+    """Wraps forward and backward so that segments are isolated; forward may also return [T, H, C]."""
+
+    def isolated_forward(q, k, v, segments, rule, **sinks):
+        bad_q, bad_kv = checkpointed((_bad_rows(q), _bad_rows(k) | _bad_rows(v)))
+        o, residuals = forward(_zero_bad_values(q), _zero_bad_values(k), _zero_bad_values(v), segments, rule, **sinks)
+        o = _fill_nan(o, bad_q | _affected_rows(bad_kv, segments.ids))
+        return o.reshape(len(o), -1), (residuals, bad_q | bad_kv, segments.ids)
+
+    def isolated_backward(everything, do, rule):
+        residuals, bad, ids = everything
+        dq, dk, dv = backward(residuals, _zero_bad_values(do), rule)
+        # A bad row affects the gradients of its whole segment: later queries, earlier keys, and through them the rest.
+        spoiled = _whole_segment(bad | _bad_rows(do), ids)
+        return _fill_nan(dq, spoiled), _fill_nan(dk, spoiled), _fill_nan(dv, spoiled)
+
+    return isolated_forward, isolated_backward
+
+
+def _bad_rows(x_THC: jax.Array) -> jax.Array:
+    return ~jnp.isfinite(x_THC).all(axis=(1, 2))
+
+
+def _zero_bad_values(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+
+
+def _fill_nan(x_THC: jax.Array, bad_T: jax.Array) -> jax.Array:
+    return jnp.where(bad_T[:, None, None], jnp.asarray(jnp.nan, x_THC.dtype), x_THC)
+
+
+def _affected_rows(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+    """Rows at or after a bad row of their segment. Ids increase, so the id of the last bad row decides."""
+    if len(bad_T) <= ALL_PAIRS:
+        rows = jnp.arange(len(bad_T))
+        return (bad_T & (ids_T[:, None] == ids_T) & (rows[:, None] >= rows)).any(1)
+    return lax.cummax(jnp.where(bad_T, jnp.asarray(ids_T), -1)) == ids_T
+
+
+def _whole_segment(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+    if len(bad_T) <= ALL_PAIRS:
+        return (bad_T & (ids_T[:, None] == ids_T)).any(1)
+    after = _affected_rows(bad_T, ids_T)
+    top = jnp.iinfo(jnp.int32).max
+    before = lax.cummin(jnp.where(bad_T, jnp.asarray(ids_T), top), reverse=True) == ids_T
+    return after | before
+
+
+# Packed causal attention by our own kernels. Dims: `T` packed tokens, `H` heads, `K` key heads, `C` width.
+
+
+def hopper_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments, rule: ScoreRule):
+    """Returns softmax(scale · q kᵀ) v over the earlier rows of the same segment as [T, H·C], and the residuals.
+
+    The result is also a residual. It has the shape that the caller uses, so that only one copy is saved.
+    """
+    first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths, rule.window)
+    o_THC, saved = attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T, scale=rule.scale)
+    saved = checkpointed(saved._replace(o_THC=o_THC.reshape(len(o_THC), -1)))
+    return saved.o_THC, saved
+
+
+def hopper_backward(saved: Saved, do_THC: jax.Array, rule: ScoreRule):
+    """Gradients of q, k and v."""
+    return attention_backward(saved._replace(o_THC=saved.o_THC.reshape(do_THC.shape)), do_THC, scale=rule.scale)
+
+
+def triton_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments, rule: ScoreRule):
+    """The same on any GPU, where inputs are finite; scores may be capped."""
+    first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths, rule.window)
+    _, saved = triton_attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T, scale=rule.scale, soft_cap=rule.soft_cap)
+    saved = checkpointed(saved)
+    return saved.o_THC, saved
+
+
+def triton_backward(saved: Saved, do_THC: jax.Array, rule: ScoreRule):
+    """Gradients of q, k and v."""
+    return triton_attention_backward(saved, do_THC, scale=rule.scale, soft_cap=rule.soft_cap)
 
 
 def attention(

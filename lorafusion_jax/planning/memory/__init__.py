@@ -4,8 +4,12 @@ Everything is counted from shapes. `NOT_MODELLED` lists what only the compiler o
 """
 
 from lorafusion_jax.planning.memory.calls import kernels_run, site_shape
-from lorafusion_jax.planning.memory.device import ALLOCATOR_USABLE, DEVICE_BYTES, GIB, NOT_MODELLED, USABLE
 from lorafusion_jax.planning.memory.peak import (
+    ALLOCATOR_USABLE,
+    DEVICE_BYTES,
+    GIB,
+    NOT_MODELLED,
+    USABLE,
     StageMemory,
     advice,
     choose_remat,

@@ -9,11 +9,34 @@ from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.optim.table import optimizer
-from lorafusion_jax.planning.memory.device import GATHERING, USABLE
 from lorafusion_jax.planning.memory.problem import FLOAT32, MemoryProblem
 from lorafusion_jax.planning.memory.saved import kept_per_layer
 from lorafusion_jax.planning.memory.stored import adapter_bytes, constant_bytes, frozen_bytes
 from lorafusion_jax.planning.memory.working import working_memory
+
+# Memory of devices, and the share of it that a run may use.
+
+GIB = 2**30
+DEVICE_BYTES = {  # memory that the driver reports
+    "h100": 79 * GIB,
+    "h200": 140 * GIB,
+    "a100-40gb": 39 * GIB,
+    "a100": 79 * GIB,
+    "l40s": 44 * GIB,
+    "a6000": 47 * GIB,
+    "rtx6000-ada": 47 * GIB,
+}
+USABLE = 0.92  # share of the device; the rest is for NOT_MODELLED
+ALLOCATOR_USABLE = 0.97  # share of an allocator's limit (95 % of the device), which excludes CUDA and NCCL
+# Less with fsdp: a backward pass gathers the weights of all layers of a program into one contiguous block, which a
+# nearly full allocator cannot provide.
+GATHERING = 0.05
+NOT_MODELLED = (
+    "copies and temporaries that the compiler adds",
+    "fragmentation of the allocator",
+    "CUDA, cuDNN and NCCL themselves (about 1 GiB)",
+    "host memory",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from scheduling.online import (
     check_decisions,
     simulate_cluster,
 )
-from scheduling.online.fairness import fair_finishes_s
 from scheduling.online.patience import PATIENCE, fair_times_s, owed_s, step_cost, users_above_share, work_ahead_s
+from scheduling.online.result import fair_finishes_s
 
 RATES = Rates()
 KIND = ("h200", 140.0)
