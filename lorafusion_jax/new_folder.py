@@ -52,8 +52,8 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False, digests
         make_folder(building)
         with _only_one(building, target):
             try:
-                for left in building.iterdir():  # from a killed process
-                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                for leftover in building.iterdir():  # from a killed process
+                    shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
                 yield building
                 if digests:
                     write_digests(building)
@@ -67,14 +67,14 @@ def remove_leftovers(folder: Path) -> None:
 
     If a process was killed while it replaced a folder, the old folder is restored.
     """
-    for left in sorted(folder.glob(".*")):
-        name = left.name[1 : -len(left.suffix)]
-        if left.suffix == OLD and left.is_dir() and not (folder / name).exists():
-            left.rename(folder / name)
-        elif left.suffix in (NEW, OLD, GONE):
-            shutil.rmtree(left, ignore_errors=True)
-        elif left.suffix == PART:
-            left.unlink(missing_ok=True)
+    for leftover in sorted(folder.glob(".*")):
+        name = leftover.name[1 : -len(leftover.suffix)]
+        if leftover.suffix == OLD and leftover.is_dir() and not (folder / name).exists():
+            leftover.rename(folder / name)
+        elif leftover.suffix in (NEW, OLD, GONE):
+            shutil.rmtree(leftover, ignore_errors=True)
+        elif leftover.suffix == PART:
+            leftover.unlink(missing_ok=True)
 
 
 def _replace(building: Path, target: Path) -> None:

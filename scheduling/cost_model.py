@@ -138,10 +138,10 @@ class CostModel:
         Raises:
             PlanError: `plan.cost`.
         """
-        known = self.capacity_tokens
-        if known is None:
+        capacity = self.capacity_tokens
+        if capacity is None:
             return
-        measured = (known,) if isinstance(known, int) else known
+        measured = (capacity,) if isinstance(capacity, int) else capacity
         if min(tokens) < min(measured) or max(tokens) > max(measured):
             had, wanted = (" and ".join(map(str, sizes)) for sizes in (measured, tokens))
             setting = tokens[0] if len(tokens) == 1 else f"[{','.join(map(str, tokens))}]"
@@ -252,10 +252,10 @@ def fit_cost_model(
             raise PlanError("plan.cost", f"a pass of stage {measurement.stage} took {measurement.seconds!r} s")
         by_pass.setdefault((measurement.stage, measurement.kind), []).append(measurement)
     stages = sorted({stage for stage, _ in by_pass})
-    wanted = [(stage, kind) for stage in range(len(stages)) for kind in ("forward", "backward")]
-    if not stages or any(key not in by_pass for key in wanted):
+    passes = [(stage, kind) for stage in range(len(stages)) for kind in ("forward", "backward")]
+    if not stages or any(key not in by_pass for key in passes):
         raise PlanError("plan.cost", "measure forward and backward of every stage", where=f"stages seen: {stages}")
-    fits = {key: fit_pass([(m.tokens, m.squares, m.seconds) for m in by_pass[key]]) for key in wanted}
+    fits = {key: fit_pass([(m.tokens, m.squares, m.seconds) for m in by_pass[key]]) for key in passes}
     return CostModel(
         stages=tuple(
             StageCost(forward=fits[stage, "forward"], backward=fits[stage, "backward"], update_s=update_s)

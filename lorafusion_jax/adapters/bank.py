@@ -104,9 +104,9 @@ def make_bank(
         kernel: [K, N].
         dtype: in which kinds with `column_scale` get the kernel.
     """
-    known = {leaf.name: leaf for leaf in (*leaves_of(names), *prepared_by(names))}
-    leaves = {name: _of_projection(known[name], array, shape) for name, array in leaves.items() if name in known}
-    made = []
+    leaf_of = {leaf.name: leaf for leaf in (*leaves_of(names), *prepared_by(names))}
+    leaves = {name: _of_projection(leaf_of[name], array, shape) for name, array in leaves.items() if name in leaf_of}
+    parts = []
     for number, name in enumerate(names):
         kind = adapter_kind(name)
         # Select before and after, so that neither values nor gradients of other kinds pass through this one.
@@ -116,14 +116,14 @@ def make_bank(
             leaf.name: _where(number_A, number, leaves[leaf.name], 1.0) for leaf in kind.prepared if leaf.name in leaves
         }
         tensors, own_rank = _at_one_rank(kind, tensors, rank)
-        made.append(_of_kind(kind, tensors, (*shape, own_rank), scale_A, kernel, dtype))
+        parts.append(_of_kind(kind, tensors, (*shape, own_rank), scale_A, kernel, dtype))
     if number_A is None:
-        return made[0]
-    columns = max(bank.a_AKC.shape[2] for bank in made)
-    a, b = jnp.zeros((), made[0].a_AKC.dtype), jnp.zeros((), made[0].b_ACN.dtype)
+        return parts[0]
+    columns = max(bank.a_AKC.shape[2] for bank in parts)
+    a, b = jnp.zeros((), parts[0].a_AKC.dtype), jnp.zeros((), parts[0].b_ACN.dtype)
     f, scaled = jnp.ones(()), jnp.zeros((), bool)
     g, shifted = jnp.zeros(()), jnp.zeros((), bool)
-    for number, bank in enumerate(made):
+    for number, bank in enumerate(parts):
         wide = [(0, 0), (0, 0), (0, columns - bank.a_AKC.shape[2])]
         a = _where(number_A, number, jnp.pad(bank.a_AKC, wide), a)
         b = _where(number_A, number, jnp.pad(bank.b_ACN, [wide[0], wide[2], wide[1]]), b)
@@ -184,8 +184,8 @@ def prepare_tensors(
     """Returns what a kind prepares for one adapter, see `AdapterKind.prepare`; float32."""
     assert kind.prepare is not None
     sizes = Sizes(K=size[0], N=size[1], R=size[2], scale=scale, np=jnp)
-    made = kind.prepare(dense(kernel, dtype), tensors, sizes)
-    return {leaf.name: made[leaf.name].astype(jnp.float32) for leaf in kind.prepared}
+    prepared = kind.prepare(dense(kernel, dtype), tensors, sizes)
+    return {leaf.name: prepared[leaf.name].astype(jnp.float32) for leaf in kind.prepared}
 
 
 def scale_columns(
@@ -237,8 +237,8 @@ def _rows_fwd(values_A: Array, owner: Array) -> tuple[Array, tuple[Array, Array]
     return rows_of(values_A, owner), (values_A, owner)
 
 
-def _rows_bwd(kept: tuple[Array, Array], slope: Array) -> tuple[Array, None]:
-    values_A, owner = kept
+def _rows_bwd(residuals: tuple[Array, Array], slope: Array) -> tuple[Array, None]:
+    values_A, owner = residuals
     mine = (owner == jnp.arange(len(values_A))[:, None]).reshape(len(values_A), len(owner), *(1,) * (slope.ndim - 1))
     return jnp.where(mine, slope, 0.0).sum(1).astype(values_A.dtype), None
 

@@ -72,7 +72,7 @@ def _wrong_leaves(kind: AdapterKind) -> Iterator[str]:
         yield "a prepared tensor is trainable, shared, or has an axis R"
     if unknown := set(kind.scaled) - set(names):
         yield f"scaled names {', '.join(sorted(unknown))}, and its leaves are {', '.join(names)}"
-    known = {leaf.name: leaf for other in KINDS.values() for leaf in other.leaves}
+    leaf_of = {leaf.name: leaf for other in KINDS.values() for leaf in other.leaves}
     for leaf in kind.leaves:
         if not leaf.name.isidentifier():
             yield f"'{leaf.name}' is not a name: letters, digits and underscores"
@@ -81,7 +81,10 @@ def _wrong_leaves(kind: AdapterKind) -> Iterator[str]:
             yield f"{leaf.name} has the axes {leaf.axes}: K and N at most once, R and numbers"
         if leaf.shared and leaf.trainable:
             yield f"{leaf.name} is shared and trainable: shared tensors are constant, trainable=False"
-        if leaf.name in known and (known[leaf.name].axes, known[leaf.name].trainable) != (leaf.axes, leaf.trainable):
+        if leaf.name in leaf_of and (leaf_of[leaf.name].axes, leaf_of[leaf.name].trainable) != (
+            leaf.axes,
+            leaf.trainable,
+        ):
             yield f"{leaf.name} is the name of another tensor in a built-in kind"
         if kind.peft is not None and not leaf.peft_name:
             yield f"PEFT knows the kind, and {leaf.name} has no peft_name"
@@ -106,34 +109,34 @@ def _wrong_shapes(kind: AdapterKind, size: Size, library: Any, tensors: dict[str
 
     def run(tensors: dict[str, Any]) -> dict[str, Any]:
         a, b = kind.low_rank(tensors, _sizes(size, library))
-        made = {"A of low_rank": a, "B of low_rank": b}
+        arrays = {"A of low_rank": a, "B of low_rank": b}
         if kind.column_scale is not None:
-            made["column_scale"] = kind.factors(_kernel(size, library), tensors, _sizes(size, library))
+            arrays["column_scale"] = kind.factors(_kernel(size, library), tensors, _sizes(size, library))
         if kind.prepare is not None:
-            made |= kind.prepare(_kernel(size, library), tensors, _sizes(size, library))
+            arrays |= kind.prepare(_kernel(size, library), tensors, _sizes(size, library))
         if kind.shift is not None:
-            made["shift"] = kind.shift(tensors, _sizes(size, library))
+            arrays["shift"] = kind.shift(tensors, _sizes(size, library))
         if kind.start is not None:
             started = kind.start(_kernel(size, library), tensors, _sizes(size, library))
-            made |= {f"{name} of start": array for name, array in started.items()}
-        return made
+            arrays |= {f"{name} of start": array for name, array in started.items()}
+        return arrays
 
     num_in, num_out, rank = size
     columns = kind.columns * rank
-    wanted = {"A of low_rank": (num_in, columns), "B of low_rank": (columns, num_out)}
-    wanted |= dict.fromkeys(("column_scale", "shift"), (num_out,))
-    wanted |= {leaf.name: leaf.shape(*size) for leaf in kind.prepared}
-    wanted |= {f"{leaf.name} of start": leaf.shape(*size) for leaf in kind.leaves}
+    shape_of = {"A of low_rank": (num_in, columns), "B of low_rank": (columns, num_out)}
+    shape_of |= dict.fromkeys(("column_scale", "shift"), (num_out,))
+    shape_of |= {leaf.name: leaf.shape(*size) for leaf in kind.prepared}
+    shape_of |= {f"{leaf.name} of start": leaf.shape(*size) for leaf in kind.leaves}
     if tensors is None:
         shapes = {leaf.name: jax.ShapeDtypeStruct(leaf.shape(*size), jnp.float32) for leaf in kind.leaves}
-        made = jax.eval_shape(run, shapes)
+        results = jax.eval_shape(run, shapes)
         jax.eval_shape(jax.grad(lambda tensors: sum(jnp.sum(array) for array in run(tensors).values())), shapes)
     else:
-        made = run(tensors)
-    for name, array in made.items():
-        if tuple(array.shape) != wanted[name]:
+        results = run(tensors)
+    for name, array in results.items():
+        if tuple(array.shape) != shape_of[name]:
             by = "numpy" if library is np else "jax"
-            return f"{name} has the shape {tuple(array.shape)} with {by}, not {wanted[name]} (K, N, R: {size})"
+            return f"{name} has the shape {tuple(array.shape)} with {by}, not {shape_of[name]} (K, N, R: {size})"
     return ""
 
 

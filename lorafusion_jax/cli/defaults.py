@@ -22,13 +22,13 @@ def defaults(calls: LayerCalls, train: TrainSettings | None, measure: str) -> di
         train: the settings of a job, whose choices come first.
         measure: the command that measures these calls.
     """
-    wanted = (train.implementation, train.attention) if train else (None, None)
+    settings = (train.implementation, train.attention) if train else (None, None)
     return {
         "tuning table": table_state(),
-        **{f"linear {SITES.get(site, site)}": _linear(shape, wanted[0], measure)
+        **{f"linear {SITES.get(site, site)}": _linear(shape, settings[0], measure)
            for site, shape in calls.linears.items()},
-        "mlp": _mlp(calls, wanted[0]),
-        "attention": _attention(calls, wanted[1], measure),
+        "mlp": _mlp(calls, settings[0]),
+        "attention": _attention(calls, settings[1], measure),
         "norm": _norm(calls, measure),
         "loss": "xla: the only implementation",
     }  # fmt: skip
@@ -44,19 +44,19 @@ def table_state() -> str:
     return f"{source.path}: {len(source.table.ops)} calls, {len(source.table.entries)} tile sizes, {_when(source)}"
 
 
-def _linear(shape: policy.LinearShape, wanted: str | None, measure: str) -> str:
+def _linear(shape: policy.LinearShape, setting: str | None, measure: str) -> str:
     from pallas_kernels.tuning.op_cases import calls_of, select_backend
 
     if not shape.with_lora:
         return "xla: no adapter trains it"
     reasons = {}
-    for call in calls_of(shape) if wanted is None else [shape]:
+    for call in calls_of(shape) if setting is None else [shape]:
         if call.with_lora:
-            reasons.setdefault(_said(call.op_call, wanted, lambda call=call: select_backend(call, wanted), measure))
+            reasons.setdefault(_said(call.op_call, setting, lambda call=call: select_backend(call, setting), measure))
     return "; ".join(reasons)
 
 
-def _mlp(calls: LayerCalls, wanted: str | None) -> str:
+def _mlp(calls: LayerCalls, setting: str | None) -> str:
     from pallas_kernels.backend import measured_backend
     from pallas_kernels.device import is_hopper, num_sms
 
@@ -64,12 +64,12 @@ def _mlp(calls: LayerCalls, wanted: str | None) -> str:
         return "experts: products of their own"
     gate_up, down = calls.linears["gate_up"], calls.linears["down"]
     device: dict[str, Any] = {"hopper": is_hopper(), "num_sms": num_sms(), "measured": measured_backend}
-    if policy.mlp_is_fused(gate_up, down, wanted, **device):
+    if policy.mlp_is_fused(gate_up, down, setting, **device):
         return f"{policy.HOPPER}: one op, because its projections are"
     return "xla between its projections, which are ops of their own"
 
 
-def _attention(calls: LayerCalls, wanted: str | None, measure: str) -> str:
+def _attention(calls: LayerCalls, setting: str | None, measure: str) -> str:
     import jax
     import jax.numpy as jnp
 
@@ -81,7 +81,7 @@ def _attention(calls: LayerCalls, wanted: str | None, measure: str) -> str:
         for heads in ("heads", "key_heads")
     )
     call = policy.attention_call(**sizes)
-    return _said(call, wanted, lambda: wanted or default_implementation(q, k), measure)
+    return _said(call, setting, lambda: setting or default_implementation(q, k), measure)
 
 
 def _norm(calls: LayerCalls, measure: str) -> str:
@@ -94,7 +94,7 @@ def _norm(calls: LayerCalls, measure: str) -> str:
     return _said(policy.norm_call(**calls.norm), None, lambda: chosen, measure)
 
 
-def _said(call: OpCall, wanted: str | None, choose: Callable[[], str], measure: str) -> str:
+def _said(call: OpCall, setting: str | None, choose: Callable[[], str], measure: str) -> str:
     """The implementation and the reason."""
     from pallas_kernels.device import device_kind, is_hopper, target_platform
 
@@ -102,7 +102,7 @@ def _said(call: OpCall, wanted: str | None, choose: Callable[[], str], measure: 
         chosen = choose()
     except NotImplementedError as problem:
         return f"refused: {problem}"
-    if wanted is not None:
+    if setting is not None:
         return f"{chosen}: the job asks for it"
     decided = config_store.op_row(device_kind(), call)
     if decided is not None and decided[0].winner == chosen:

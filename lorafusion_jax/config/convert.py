@@ -83,10 +83,10 @@ def convert(values: Mapping[str, Any], name: str) -> Converted:
     for key, value in values.items():
         if value is None or key in FACTORS:
             continue
-        known = counterpart(str(key))
+        match = counterpart(str(key))
         target = target_of(str(key))
         if target is None or target == "--out":
-            note = known.note if known else "no counterpart is known"
+            note = match.note if match else "no counterpart is known"
             result.notes.append((str(key), f"--out {note}" if target else note))
             continue
         take = TAKERS.get(target, _plain)
@@ -131,8 +131,8 @@ def _with_defaults(values: Mapping[str, Any], result: Converted) -> Mapping[str,
 
 
 def _adapter_name(name: str) -> str:
-    kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in name)
-    return kept.strip("._-")[:100] or "adapter"
+    letters = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in name)
+    return letters.strip("._-")[:100] or "adapter"
 
 
 def _number(value: Any) -> Any:
@@ -228,8 +228,8 @@ def _targets(result: Converted, key: str, target: str, value: Any) -> None:
         projections = [name.removeprefix("self_attn.").removeprefix("mlp.") for name in names]
         if unknown := [name for name in projections if not _is_projection(name)]:
             result.notes.append((key, f"no model that is trained here has {', '.join(unknown)}"))
-        if known := [name for name in projections if name not in unknown]:
-            result.set(target, known)
+        if projections_here := [name for name in projections if name not in unknown]:
+            result.set(target, projections_here)
 
 
 def _is_projection(name: str) -> bool:
@@ -296,10 +296,10 @@ def _steps(result: Converted, key: str, target: str, value: Any) -> None:
 
 
 def _tensorboard(result: Converted, key: str, target: str, value: Any) -> None:
-    wanted = value if isinstance(value, list) else [value]
-    if True in wanted or "tensorboard" in wanted:
+    names = value if isinstance(value, list) else [value]
+    if True in names or "tensorboard" in names:
         result.set(target, True)
-    for name in wanted:
+    for name in names:
         if name in ("wandb", "mlflow", "trackio"):
             result.notes.append((key, f"{name}: set report.{name} to the name of a project"))
         elif isinstance(name, str) and name not in ("none", "tensorboard"):

@@ -51,16 +51,16 @@ class Places:
         Raises:
             ConfigError: `places.classes`.
         """
-        known = {_parse_class(name): count for name, count in classes.items()}
-        total = sum(max(count, 0) for count in known.values())
-        if None in known or not 0 < total <= MOST_PLACES or min(known.values()) < 1 or len(known) < len(classes):
+        counts = {_parse_class(name): count for name, count in classes.items()}
+        total = sum(max(count, 0) for count in counts.values())
+        if None in counts or not 0 < total <= MOST_PLACES or min(counts.values()) < 1 or len(counts) < len(classes):
             raise ConfigError(
                 "places.classes",
                 f"places must be 1 to {MOST_PLACES} in classes of rank -> number, not {dict(classes)}.",
                 fix="for example 16:8,64:2,dora:16:1 for eight places of rank 16, two of rank 64, and one for DoRA",
             )
         in_order = sorted(
-            rank_and_kind for rank_and_kind in known if rank_and_kind is not None for _ in range(known[rank_and_kind])
+            rank_and_kind for rank_and_kind in counts if rank_and_kind is not None for _ in range(counts[rank_and_kind])
         )
         ranks, kinds = tuple(rank for rank, _ in in_order), tuple(kind for _, kind in in_order)
         narrow = None if targets is None else tuple(targets)
@@ -87,17 +87,19 @@ class Places:
 
     def refuses(self, spec: AdapterSpec) -> str:
         """Says why no place of the session can ever hold an adapter; empty if one can."""
-        wanted = place_kind(spec)
-        largest = max((rank for rank, kind in zip(self.ranks, self.kinds, strict=True) if kind == wanted), default=0)
+        kind_of_spec = place_kind(spec)
+        largest = max(
+            (rank for rank, kind in zip(self.ranks, self.kinds, strict=True) if kind == kind_of_spec), default=0
+        )
         if not largest:
-            return f"the session has no place for kind {wanted}, only for {', '.join(sorted(set(self.kinds)))}"
+            return f"the session has no place for kind {kind_of_spec}, only for {', '.join(sorted(set(self.kinds)))}"
         if spec.rank > largest:
             return f"rank {spec.rank} is above the largest place, {largest}"
         if spec.tokens is not None:
             return "trainable tokens need a run of their own: the places of a session have no rows of the embedding"
         if self.lacks_head(spec):
-            known = ", ".join(head.name for head in self.heads)
-            return f"the head of its objective is not among those of places, which are of {known} with default options"
+            names = ", ".join(head.name for head in self.heads)
+            return f"the head of its objective is not among those of places, which are of {names} with default options"
         if self.targets is not None and (others := sorted(set(spec.targets) - set(self.targets))):
             return f"it adapts {', '.join(others)}, and the session was opened for {', '.join(self.targets)}"
         return "the session was opened without dropout" if spec.dropout and not self.dropout else ""
@@ -126,5 +128,5 @@ def _parse_class(name: int | str) -> tuple[int, str] | None:
     kind, _, rank = str(name).rpartition(":")
     kind = kind or PLAIN
     exists = kind == ON_EXPERTS or unknown_kind(kind) is None
-    known = rank.isdecimal() and len(rank) < 5 and 0 < int(rank) <= MOST_RANK and exists
-    return (int(rank), kind) if known else None
+    is_valid = rank.isdecimal() and len(rank) < 5 and 0 < int(rank) <= MOST_RANK and exists
+    return (int(rank), kind) if is_valid else None

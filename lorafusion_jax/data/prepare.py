@@ -277,19 +277,19 @@ def sample_order(adapter: AdapterConfig, mix: Mix, max_steps: int | None = None)
         ConfigError: `config.too-many-samples`, before anything is drawn.
     """
     num_samples = mix.epoch_samples
-    wanted = adapter.epochs * num_samples
+    count = adapter.epochs * num_samples
     if max_steps is not None:
-        wanted = min(wanted, max_steps * adapter.global_samples)
+        count = min(count, max_steps * adapter.global_samples)
     if adapter.extended:
-        wanted = adapter.extended[-1].after + adapter.extended[-1].samples
-    if wanted > MOST_SAMPLES:
+        count = adapter.extended[-1].after + adapter.extended[-1].samples
+    if count > MOST_SAMPLES:
         raise ConfigError(
             "config.too-many-samples",
-            f"{adapter.name}: {adapter.epochs} epochs of {num_samples} rows are {wanted} samples."
+            f"{adapter.name}: {adapter.epochs} epochs of {num_samples} rows are {count} samples."
             if not adapter.extended
-            else f"{adapter.name} would have {wanted} samples.",
+            else f"{adapter.name} would have {count} samples.",
             why=f"a plan holds at most {MOST_SAMPLES} of an adapter",
             fix="fewer epochs, or train.max_steps",
         )
-    drawn = range(-(-wanted // num_samples))
-    return np.concatenate([mix.epoch(epoch) for epoch in drawn])[:wanted]
+    drawn = range(-(-count // num_samples))
+    return np.concatenate([mix.epoch(epoch) for epoch in drawn])[:count]

@@ -51,17 +51,17 @@ def read_samples(
     """
     renamed = columns_of(rows, chosen, columns)
     bad: list[tuple[int, str]] = []
-    made: list[list[_OneRow]] = []  # of each row
+    samples_of: list[list[_OneRow]] = []  # of each row
     for number, row in enumerate(rows.values):
         try:
             values = {role: row[name] for role, name in renamed.items() if name in row}
             values = typed_row(values, chosen.objective.types) if rows.untyped else values
-            made.append(_expanded(chosen, number, values))
+            samples_of.append(_expanded(chosen, number, values))
         except KeyError as missing:
             bad.append((number, f"it has no '{renamed.get(missing.args[0], missing.args[0])}'"))
         except Exception as problem:  # code of another package may raise anything
             bad.append((number, _reason(chosen, problem)))
-    parts = itertools.zip_longest(*made) if chosen.objective.by_part else made
+    parts = itertools.zip_longest(*samples_of) if chosen.objective.by_part else samples_of
     single = [member for part in parts for member in part if member is not None]
     size = chosen.group or 1
     partial = partial_columns(rows, [(member.number, member.numbers) for member in single], renamed, adapter)
@@ -178,7 +178,7 @@ def _expanded(chosen: Chosen, number: int, row: Mapping) -> list[_OneRow]:
     rows = [row] if objective.expand is None else list(objective.expand(row))
     if not 0 < len(rows) <= MOST_EXPANDED:
         raise ValueError(f"objective {chosen.name} makes {len(rows)} rows of it")
-    return [_OneRow(number, made, _numbers(chosen, made)) for made in rows]
+    return [_OneRow(number, values, _numbers(chosen, values)) for values in rows]
 
 
 def _numbers(chosen: Chosen, row: Mapping) -> dict[str, float]:
@@ -197,9 +197,9 @@ def _sample(chosen: Chosen, members: Sequence[_OneRow]) -> RowSample:
         parts = list(chosen.objective.segments([member.values for member in members]))
     segments = tuple(segment for part in parts for segment in part)
     if len(parts) != len(members) or any(len(part) != chosen.objective.num_segments for part in parts):
-        wanted = chosen.objective.num_segments
-        wanted = wanted if chosen.group is None else f"{len(members)} × {wanted}"
-        raise ValueError(f"objective {chosen.name} returns {len(segments)} segments for it, but declares {wanted}")
+        count = chosen.objective.num_segments
+        count = count if chosen.group is None else f"{len(members)} × {count}"
+        raise ValueError(f"objective {chosen.name} returns {len(segments)} segments for it, but declares {count}")
     names = members[0].numbers.keys()
     return RowSample(
         tuple(member.number for member in members),

@@ -98,9 +98,9 @@ def unusable_rows(name: str, rows: TokenRows, model: ModelConfig) -> Iterator[Lo
 
 def _ids(name: str, tokens: Tokens, tokenizer: Path | None) -> tuple[int, ...]:
     texts = [token for token in tokens if isinstance(token, str)]
-    known = _vocabulary(tokenizer) if texts else {}
-    raise_all([_unknown(name, text, known) for text in texts if text not in known])
-    ids = tuple(known[token] if isinstance(token, str) else token for token in tokens)
+    id_of = _vocabulary(tokenizer) if texts else {}
+    raise_all([_unknown(name, text, id_of) for text in texts if text not in id_of])
+    ids = tuple(id_of[token] if isinstance(token, str) else token for token in tokens)
     if len(set(ids)) < len(ids):
         counts = Counter(ids)
         twice = next(token for token, number in zip(tokens, ids, strict=True) if counts[number] > 1)
@@ -108,8 +108,8 @@ def _ids(name: str, tokens: Tokens, tokenizer: Path | None) -> tuple[int, ...]:
     return ids
 
 
-def _unknown(name: str, text: str, known: Mapping[str, int]) -> ConfigError:
-    near = did_you_mean(text, list(known)) if len(known) < MOST_TOKENS else ""
+def _unknown(name: str, text: str, id_of: Mapping[str, int]) -> ConfigError:
+    near = did_you_mean(text, list(id_of)) if len(id_of) < MOST_TOKENS else ""
     return ConfigError(
         CODE,
         f"{name}: trainable_tokens has '{text}', which is no token of the base's tokenizer"
@@ -133,5 +133,5 @@ def _read_vocabulary(tokenizer: Path, changed: int) -> Mapping[str, int]:
     del changed  # a key of the cache
     raw = json.loads(read_text(tokenizer, TOKENIZER))
     pieces = raw["model"]["vocab"]
-    known = dict(pieces) if isinstance(pieces, dict) else {piece: number for number, (piece, _) in enumerate(pieces)}
-    return known | {token["content"]: token["id"] for token in raw.get("added_tokens", [])}
+    id_of = dict(pieces) if isinstance(pieces, dict) else {piece: number for number, (piece, _) in enumerate(pieces)}
+    return id_of | {token["content"]: token["id"] for token in raw.get("added_tokens", [])}

@@ -41,22 +41,22 @@ from lorafusion_jax.weights.table import NONE, StoredKind, check_kernels, stored
 
 
 def check_tensors(
-    wanted: Mapping[str, TensorSpec], stored: Mapping[str, Stored], config: ModelConfig, directory: Path
+    specs: Mapping[str, TensorSpec], stored: Mapping[str, Stored], config: ModelConfig, directory: Path
 ) -> None:
     """Compares the headers of a checkpoint with what its config.json promises.
 
     Args:
-        wanted: by name, see `quantised_kernels.tensors_of`.
+        specs: by name, see `quantised_kernels.tensors_of`.
 
     Raises:
         CheckpointError: `model.tensors-differ`, with everything that is missing, extra or of another shape or type.
     """
-    missing = sorted(name for name in wanted.keys() - stored.keys() if not wanted[name].optional)
-    extra = sorted(name for name in stored.keys() - wanted.keys() if not is_ignored(name, config))
-    problems = [f"missing: {name}{_shapes(wanted[name])}" for name in missing]
+    missing = sorted(name for name in specs.keys() - stored.keys() if not specs[name].optional)
+    extra = sorted(name for name in stored.keys() - specs.keys() if not is_ignored(name, config))
+    problems = [f"missing: {name}{_shapes(specs[name])}" for name in missing]
     problems += [f"not of this model: {name} {list(stored[name].shape)}" for name in extra]
-    both = sorted(wanted.keys() & stored.keys())
-    problems += [problem for name in both if (problem := _shape_problem(name, wanted[name], stored[name]))]
+    both = sorted(specs.keys() & stored.keys())
+    problems += [problem for name in both if (problem := _shape_problem(name, specs[name], stored[name]))]
     head = family_named(config.family).tensor_name("lm_head.weight")
     if problems:
         raise CheckpointError(
@@ -68,17 +68,17 @@ def check_tensors(
         )
 
 
-def _shape_problem(name: str, wanted: TensorSpec, stored: Stored) -> str | None:
-    if stored.dtype not in wanted.dtypes:
-        plain = stored.dtype in FLOATS and not set(FLOATS) & set(wanted.dtypes)
+def _shape_problem(name: str, spec: TensorSpec, stored: Stored) -> str | None:
+    if stored.dtype not in spec.dtypes:
+        plain = stored.dtype in FLOATS and not set(FLOATS) & set(spec.dtypes)
         return f"{'not quantised' if plain else 'unreadable type'}: {name} is {stored.dtype}"
-    if wanted.shapes and stored.shape not in wanted.shapes:
-        return f"wrong shape: {name} is {list(stored.shape)}, config.json says{_shapes(wanted)}"
+    if spec.shapes and stored.shape not in spec.shapes:
+        return f"wrong shape: {name} is {list(stored.shape)}, config.json says{_shapes(spec)}"
     return None
 
 
-def _shapes(wanted: TensorSpec) -> str:
-    return " " + " or ".join(str(list(shape)) for shape in wanted.shapes) if wanted.shapes else ""
+def _shapes(spec: TensorSpec) -> str:
+    return " " + " or ".join(str(list(shape)) for shape in spec.shapes) if spec.shapes else ""
 
 
 READERS = 4  # threads; so many tensors may lie on the host at a time
@@ -243,8 +243,8 @@ def _reader(
     form = None if config.checkpoint_format is None else FORMATS[config.checkpoint_format]
     stored, tensors = _text_tensors(list_tensors(model_dir), frozen_tensors(model), config)
     tensors = [replace(tensor, parts=as_stored(tensor.parts, stored)) for tensor in tensors]
-    wanted = {name: spec for tensor in tensors for name, spec in tensors_of(tensor, form).items()}
-    check_tensors(wanted, stored, config, Path(model_dir))
+    specs = {name: spec for tensor in tensors for name, spec in tensors_of(tensor, form).items()}
+    check_tensors(specs, stored, config, Path(model_dir))
     for layer in config.kinds:
         check_kernels(quantize, layer.kernel_shapes())
     return FrozenReader(
@@ -263,13 +263,13 @@ def _text_tensors(
     parts = ", ".join(dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in others))
     if others:
         warnings.warn(f"only the text part is loaded: {len(others)} tensors of {parts} are left out", stacklevel=3)
-    left = {name: entry for name, entry in stored.items() if name not in {*others}}
+    of_text = {name: entry for name, entry in stored.items() if name not in {*others}}
 
     def renamed(tensor: Tensor) -> Tensor:
         parts = tuple(replace(part, name=names[part.name]) for part in tensor.parts)
         return replace(tensor, name=names[tensor.name], parts=parts)
 
-    return left, list(map(renamed, tensors))
+    return of_text, list(map(renamed, tensors))
 
 
 def _rule(sharding: Sharding | ShardingRule | None) -> ShardingRule:

@@ -67,11 +67,11 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
         ConfigError: as in `objective`.
     """
     entry = objective(name)
-    known = {option.name: option for option in dataclasses.fields(entry.options)}
+    option_of = {option.name: option for option in dataclasses.fields(entry.options)}
     for key in options:
-        if key not in known:
-            near = did_you_mean(key, known)
-            has = f"the options {', '.join(sorted(known))}" if known else "no options"
+        if key not in option_of:
+            near = did_you_mean(key, option_of)
+            has = f"the options {', '.join(sorted(option_of))}" if option_of else "no options"
             raise UnknownOption(key, f"options of {name}, which has {has}, not '{key}'" + (f"; {near}" if near else ""))
     types = _types(entry.options)
     values = {key: _as_written(types.get(key), key, value) for key, value in options.items()}
@@ -86,22 +86,22 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
     return chosen
 
 
-def _as_written(wanted: Any, key: str, value: Any) -> Any:
+def _as_written(type_of: Any, key: str, value: Any) -> Any:
     """As in the rest of a job file, a text or true is not a number, and a text or 1 is not true.
 
     Args:
-        wanted: type of the option.
+        type_of: type of the option.
     """
-    if wanted is bool and not isinstance(value, bool):
+    if type_of is bool and not isinstance(value, bool):
         raise _not_of_type("bool_type", key, value)
-    if wanted in (int, float) and (isinstance(value, bool) or (isinstance(value, str) and "e" not in value.lower())):
+    if type_of in (int, float) and (isinstance(value, bool) or (isinstance(value, str) and "e" not in value.lower())):
         raise _not_of_type("float_type", key, value)
     return value
 
 
-def _not_of_type(wanted: str, key: str, value: Any) -> ValidationError:
+def _not_of_type(type_name: str, key: str, value: Any) -> ValidationError:
     """The error of pydantic for a type, which names the option's place."""
-    return ValidationError.from_exception_data("options", [{"type": wanted, "loc": (key,), "input": value}])
+    return ValidationError.from_exception_data("options", [{"type": type_name, "loc": (key,), "input": value}])
 
 
 def _types(options: type) -> dict[str, Any]:

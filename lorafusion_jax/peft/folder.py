@@ -117,9 +117,9 @@ def write_adapter(
 ) -> Path:
     """Writes the tensors of an adapter of a kind that PEFT has; see `export_adapter`."""
     check_finite(arrays, spec)
-    kept = ml_dtypes.bfloat16 if options.get("dtype") == "bfloat16" else np.float32
+    dtype = ml_dtypes.bfloat16 if options.get("dtype") == "bfloat16" else np.float32
     tensors = {
-        key: array.astype(kept, copy=False)
+        key: array.astype(dtype, copy=False)
         for key, array in peft_tensors(arrays, spec.kind, spec.head, spec.tokens).items()
     }
     quantize, revision = options.get("base_quantize", NONE), options.get("base_revision")
@@ -351,12 +351,12 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
     places |= {TOKENS: described.spec.tokens.leaves} if described.spec.tokens else {}
     tokens = described.spec.tokens
     rows = {} if tokens is None else {str(table): ids for table, ids in tokens.stored.items()}
-    wanted = {_key(path, leaf): (path, leaf) for path, leaves in places.items() for leaf in leaves}
-    problems = [f"missing: {key}" for key in sorted(wanted.keys() - tensors.keys())]
-    problems += [f"extra: {key}" for key in sorted(tensors.keys() - wanted.keys())]
+    leaf_of_key = {_key(path, leaf): (path, leaf) for path, leaves in places.items() for leaf in leaves}
+    problems = [f"missing: {key}" for key in sorted(leaf_of_key.keys() - tensors.keys())]
+    problems += [f"extra: {key}" for key in sorted(tensors.keys() - leaf_of_key.keys())]
     widths: dict[tuple[str, Axis], int] = {}
-    for key in sorted(wanted.keys() & tensors.keys()):
-        (path, leaf), shape = wanted[key], tensors[key].shape
+    for key in sorted(leaf_of_key.keys() & tensors.keys()):
+        (path, leaf), shape = leaf_of_key[key], tensors[key].shape
         experts = leaf.axes[:1] if leaf.axes[:1] == ("E",) else ()
         axes = (*experts, *leaf.axes[len(experts) :][::-1])  # PEFT has them transposed
         projection = path.split(".", 2)[-1]
@@ -478,8 +478,8 @@ def _paths(tensors: dict[str, np.ndarray], kind: AdapterKind) -> list[str]:
 
 def _transpose(matrix: np.ndarray) -> np.ndarray:
     """Returns the transposed matrix in C order, made in blocks that fit into caches: up to eight times as fast."""
-    made = np.empty(matrix.shape[::-1], matrix.dtype)
+    transposed = np.empty(matrix.shape[::-1], matrix.dtype)
     for start in range(0, len(matrix), TRANSPOSED_ROWS):
         rows = slice(start, start + TRANSPOSED_ROWS)
-        made[:, rows] = matrix[rows].T
-    return made
+        transposed[:, rows] = matrix[rows].T
+    return transposed

@@ -62,11 +62,11 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int, layers: Som
             pairs, rank = zip(kind.of_projections, stacked, strict=True), spec.rank_at(unrolled)
             arrays[unrolled] = tuple(leaf.at_rank(array[(*layer_index, index)], rank).copy() for leaf, array in pairs)
     if not arrays:
-        known = sorted({path.rsplit(".", 1)[-1] for path in projections})
+        names = sorted({path.rsplit(".", 1)[-1] for path in projections})
         raise CheckpointError(
             "peft.no-weights",
             f"adapter {spec.name} targets {', '.join(spec.targets)}, but no weights belong to a layer of that name.",
-            why=f"the weights belong to {', '.join(known) or 'no layer'}",
+            why=f"the weights belong to {', '.join(names) or 'no layer'}",
             fix="name its targets by the last part of a layer's path, e.g. q_proj",
         )
     arrays = dict(sorted(arrays.items(), key=lambda item: _order(item[0])))
@@ -212,8 +212,8 @@ def _shared_of_targets(kind: AdapterKind, arrays: Arrays, shapes: Sequence[tuple
     """Cuts shared tensors to the largest sizes of the adapter's targets, as PEFT has them."""
     if not kind.shared:
         return {}
-    known = [shape for shape in shapes if shape is not None]
-    largest = {"K": max(shape[0] for shape in known), "N": max(shape[1] for shape in known)}
+    known_shapes = [shape for shape in shapes if shape is not None]
+    largest = {"K": max(shape[0] for shape in known_shapes), "N": max(shape[1] for shape in known_shapes)}
     return {SHARED: tuple(leaf.cut(array, largest) for leaf, array in zip(kind.shared, arrays[SHARED], strict=True))}
 
 

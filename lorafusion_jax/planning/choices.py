@@ -205,8 +205,8 @@ def _thinned(job: AdapterJob) -> AdapterJob:
     if count <= MOST_SAMPLES:
         return job
     batches = max(1, MOST_SAMPLES // job.global_batch)
-    wanted = min(count, batches * job.global_batch)
-    picked = [job.sample_tokens[index * count // wanted] for index in range(wanted)]
+    num_samples = min(count, batches * job.global_batch)
+    picked = [job.sample_tokens[index * count // num_samples] for index in range(num_samples)]
     picked[0] = max(job.sample_tokens)
     return dataclasses.replace(job, sample_tokens=tuple(picked), cuts=())
 
@@ -253,8 +253,8 @@ def _measure(
         seed=0,
         time_limit_s=EFFORT_S,
     )
-    known = config.model_copy(update={"train": config.train.model_copy(update={"remat": memory.remat})})
-    statistics = plan_statistics(plan, predicted_costs(known, model, device, adapter_tokens(prepared), network))
+    settled = config.model_copy(update={"train": config.train.model_copy(update={"remat": memory.remat})})
+    statistics = plan_statistics(plan, predicted_costs(settled, model, device, adapter_tokens(prepared), network))
     return dataclasses.replace(
         choice,
         tokens_per_s=statistics.tokens_per_s,

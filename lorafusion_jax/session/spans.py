@@ -96,11 +96,11 @@ class Spans:
         Args:
             needed: ready when the input of the event has come from another process.
         """
-        event, kept = issued.event, len(self._host) < MOST
-        if kept:
+        event, is_recorded = issued.event, len(self._host) < MOST
+        if is_recorded:
             self._host.append(Span(event.kind, event.stage, event.slot, issued.at, self._now(), event.adapters))
         # All events, so that the first failure is always known.
-        self._queues[event.stage].put((issued, result, needed, kept))
+        self._queues[event.stage].put((issued, result, needed, is_recorded))
 
     def follow_pass(self, issued_at: float, result: Any) -> None:
         """Records the time of a pass of the first stage that is no event of the plan.
@@ -149,15 +149,15 @@ class Spans:
         self._join()
         lengths = {job.name: job.sample_tokens for job in plan.jobs}
         # Skip incomplete slots, after which a stage failed or recording ended.
-        seen = {span.slot for span in self._spans if span.kind == "backward" and span.stage == 0}
-        names = {slot: tuple(dict.fromkeys(ref.adapter for ref in plan.slots[slot].samples)) for slot in seen}
+        slots = {span.slot for span in self._spans if span.kind == "backward" and span.stage == 0}
+        names = {slot: tuple(dict.fromkeys(ref.adapter for ref in plan.slots[slot].samples)) for slot in slots}
         timeline = Timeline(
-            spans=tuple(sorted((span for span in self._spans if span.slot in seen), key=lambda span: span.end_s)),
+            spans=tuple(sorted((span for span in self._spans if span.slot in slots), key=lambda span: span.end_s)),
             num_stages=self._num_stages,
             title="measured",
             slot_adapters=names,
-            tokens=sum(lengths[ref.adapter][ref.sample] for slot in seen for ref in plan.slots[slot].samples),
-            host=tuple(span for span in self._host if span.slot in seen),
+            tokens=sum(lengths[ref.adapter][ref.sample] for slot in slots for ref in plan.slots[slot].samples),
+            host=tuple(span for span in self._host if span.slot in slots),
         )
         return timeline.with_pauses(self._pauses)
 
@@ -203,7 +203,7 @@ class Spans:
             if isinstance(item, _Pass):
                 free = self._watch_pass(item, free)
                 continue
-            issued, result, needed, kept = item
+            issued, result, needed, is_recorded = item
             event, ready = issued.event, 0.0
             try:
                 if needed is not None:
@@ -214,7 +214,7 @@ class Spans:
                 self._failed.append(issued)
                 continue
             del result, needed, item
-            if not kept:
+            if not is_recorded:
                 continue
             end = self._now()
             with self._lock:

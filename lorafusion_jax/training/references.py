@@ -67,10 +67,10 @@ def compute_references(
     if not names:
         return {}, []
     began = time.perf_counter()
-    made = session.compute_references(prepared, names, lambda text: emit(PhaseBegun(slot=slot, text=text)))
+    references = session.compute_references(prepared, names, lambda text: emit(PhaseBegun(slot=slot, text=text)))
     seconds = round(time.perf_counter() - began, 3)
     tokens = sum(len(samples.tokens) for name in names for samples in sets_of(prepared.adapters[name]).values())
-    return made, [ReferencesComputed(slot=slot, adapters=list(names), tokens=tokens, seconds=seconds)]
+    return references, [ReferencesComputed(slot=slot, adapters=list(names), tokens=tokens, seconds=seconds)]
 
 
 def store_references(run: Path, record: dict, made: Mapping[str, SetReferences], config: JobConfig) -> dict:
@@ -82,8 +82,8 @@ def store_references(run: Path, record: dict, made: Mapping[str, SetReferences],
 
 def split_stored(config: JobConfig, record: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Returns the adapters whose references the run has, and those whose references must be computed."""
-    wanted, stored = adapters_with_references(config), record.get(KEY, {})
-    return [name for name in wanted if name in stored], [name for name in wanted if name not in stored]
+    names, stored = adapters_with_references(config), record.get(KEY, {})
+    return [name for name in names if name in stored], [name for name in names if name not in stored]
 
 
 CODE, WHAT = "add.references", "the references of {} cannot be computed."

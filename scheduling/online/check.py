@@ -98,7 +98,7 @@ def _kinds(state: ClusterState, decisions: Sequence[Decision]) -> Iterator[str]:
 
 
 def _placement(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]:
-    taken: dict[tuple[str, int], str] = {}
+    job_on: dict[tuple[str, int], str] = {}
     for group in groups.values():
         worker = state.workers.get(group.worker)
         if worker is None:
@@ -109,9 +109,9 @@ def _placement(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[s
         for gpu in group.gpus:
             if not 0 <= gpu < worker.gpus:
                 yield f"{group.name} is on GPU {gpu} of {worker.name}, which has {worker.gpus}"
-            if (group.worker, gpu) in taken:
-                yield f"{group.name} and {taken[group.worker, gpu]} share GPU {gpu} of {worker.name}"
-            taken[group.worker, gpu] = group.name
+            if (group.worker, gpu) in job_on:
+                yield f"{group.name} and {job_on[group.worker, gpu]} share GPU {gpu} of {worker.name}"
+            job_on[group.worker, gpu] = group.name
 
 
 def _membership(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]:
@@ -199,10 +199,10 @@ def _check_settled(state: ClusterState, decisions: Sequence[Decision], policy: P
     """
     groups = after(state, decisions)
     for name, group in state.groups.items():
-        left = groups.get(name)
-        taken = set(group.members) - (set(left.members) if left is not None and left.gpus == group.gpus else set())
-        if taken and group.ready_s + SETTLE_S > now:
-            problem = f"it takes {', '.join(sorted(taken))} from {name}, which has not trained for {SETTLE_S:g} s"
+        later = groups.get(name)
+        gone = set(group.members) - (set(later.members) if later is not None and later.gpus == group.gpus else set())
+        if gone and group.ready_s + SETTLE_S > now:
+            problem = f"it takes {', '.join(sorted(gone))} from {name}, which has not trained for {SETTLE_S:g} s"
             raise PlanError("online.decision", f"{Traits.of(policy).name}: {problem}", problems=(problem,))
 
 

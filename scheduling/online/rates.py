@@ -113,9 +113,9 @@ class Rates:
         key = (tuple(map(self.key, members)), kind, gpus)
         if key not in self._ranked:
             self._make_room(self._ranked)
-            known = self._members(members, kind, gpus)
-            slots = [share_slots(known, mesh, cost) for mesh, cost in self._meshes(members, kind, gpus).options]
-            rates = (of.rate(known) for of in sorted(slots, key=lambda of: -of.tokens_per_s))
+            cache = self._members(members, kind, gpus)
+            slots = [share_slots(cache, mesh, cost) for mesh, cost in self._meshes(members, kind, gpus).options]
+            rates = (of.rate(cache) for of in sorted(slots, key=lambda of: -of.tokens_per_s))
             self._ranked[key] = [rate for rate in rates if rate.within_bounds]
         return self._ranked[key][:most]
 
@@ -177,10 +177,10 @@ class Rates:
         return self._stage(members[0], mesh.stages, False).room(kind[1], adapters) < mesh.capacity_tokens
 
     @staticmethod
-    def _make_room(known: dict[Any, Any]) -> None:
+    def _make_room(cache: dict[Any, Any]) -> None:
         """Empties a cache of groups that has become large: a service runs for months."""
-        if len(known) >= MOST_KNOWN:
-            known.clear()
+        if len(cache) >= MOST_KNOWN:
+            cache.clear()
 
     def _once(self, key: tuple[Any, ...], search: Callable[[], Any]) -> Any:
         if key not in self._known:
@@ -234,13 +234,13 @@ class Rates:
         if len(members) == 1:
             alone = self.isolated_rate(members[0], kind, gpus)
             return self.on_mesh(members, kind, alone.mesh) if alone else None
-        known, best, last = self._members(members, kind, gpus), None, None
+        cache, best, last = self._members(members, kind, gpus), None, None
         for mesh, cost in self._meshes(members, kind, gpus).options:
             if last is not None and last.mesh.stages == mesh.stages and last.density < EMPTY:
                 continue
-            last = share_slots(known, mesh, cost)
+            last = share_slots(cache, mesh, cost)
             if best is None or not best.within_bounds or last.tokens_per_s > best.tokens_per_s:
-                rate = last.rate(known)
+                rate = last.rate(cache)
                 if best is None or rate.better_than(best):
                     best = rate
         return best
@@ -273,8 +273,8 @@ class Rates:
     def _meshes(self, members: Sequence[Job], kind: Kind, gpus: int, capacities: Sequence[int] | None = None) -> Meshes:
         """Meshes that these jobs fit on; more stages only if memory needs them."""
         longest = max([self.profile(job).longest for job in members])
-        wanted = self._capacities or capacities or LADDER
-        most = LARGEST_CAPACITY if wanted is not LADDER else max(longest, USUAL_CAPACITY)
+        capacities_tried = self._capacities or capacities or LADDER
+        most = LARGEST_CAPACITY if capacities_tried is not LADDER else max(longest, USUAL_CAPACITY)
         meshes, roomy = list[tuple[Mesh, SlotCost]](), False
         for stages in MESHES:
             if stages > gpus or gpus % stages or stages > members[0].shape.num_layers:
@@ -288,7 +288,9 @@ class Rates:
                     cost = self._cost(members[0], kind, stages, recompute)
                     low, high = max(before, longest - 1), min(room, most)
                     meshes += [
-                        (Mesh(stages, gpus // stages, tokens), cost) for tokens in wanted if low < tokens <= high
+                        (Mesh(stages, gpus // stages, tokens), cost)
+                        for tokens in capacities_tried
+                        if low < tokens <= high
                     ]
                 before = room
             roomy = before >= USUAL_CAPACITY >= longest

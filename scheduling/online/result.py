@@ -53,19 +53,19 @@ def fair_finishes_s(
     coming, queues, finish_s, now = deque(jobs), dict[str, list[_Left]](), dict[str, float](), 0.0
     while coming or queues:
         served = _serve(queues, users, float(gpus))
-        until = min([now + left.work_s / rate for left, rate in served] + [coming[0].arrival_s if coming else inf])
-        for left, rate in served:
-            left.work_s -= rate * (until - now)
-            if left.work_s <= 1e-6 * rate:
-                finish_s[left.job.name] = until
-                queues[left.job.user].remove(left)
+        until = min([now + share.work_s / rate for share, rate in served] + [coming[0].arrival_s if coming else inf])
+        for share, rate in served:
+            share.work_s -= rate * (until - now)
+            if share.work_s <= 1e-6 * rate:
+                finish_s[share.job.name] = until
+                queues[share.job.user].remove(share)
         now = until
         while coming and coming[0].arrival_s <= now:
             job = coming.popleft()
             rate = isolated[job.name]
             queue = queues.setdefault(job.user, [])
             queue.append(_Left(rate.gpu_s(job.steps), job, rate.mesh.gpus))
-            queue.sort(key=lambda left: (left.work_s, left.job.name))
+            queue.sort(key=lambda share: (share.work_s, share.job.name))
         queues = {user: queue for user, queue in queues.items() if queue}
     return finish_s
 

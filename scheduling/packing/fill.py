@@ -21,15 +21,15 @@ def fullest(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
         (mask of the subset, its tokens).
     """
     pending = bits(mask & low_bits(bisect_right(tokens, room)))
-    chosen, taken = 0, 0
-    while len(pending) > EXACT and tokens[pending[-1]] * 4 <= room - taken:
+    chosen, total = 0, 0
+    while len(pending) > EXACT and tokens[pending[-1]] * 4 <= room - total:
         bit = pending.pop()  # many samples: take long ones first, then search exactly
-        chosen, taken = chosen | 1 << bit, taken + tokens[bit]
-        room_left = room - taken
+        chosen, total = chosen | 1 << bit, total + tokens[bit]
+        room_left = room - total
         while pending and tokens[pending[-1]] > room_left:
             pending.pop()
-    more, best = _exact([(bit, tokens[bit]) for bit in _spread(pending)], room - taken)
-    return chosen | more, taken + best
+    more, best = _exact([(bit, tokens[bit]) for bit in _spread(pending)], room - total)
+    return chosen | more, total + best
 
 
 def first_fit(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
@@ -38,11 +38,11 @@ def first_fit(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
     Returns:
         (mask of the subset, its tokens).
     """
-    chosen, taken = 0, 0
-    while fitting := mask & low_bits(bisect_right(tokens, room - taken)):
+    chosen, total = 0, 0
+    while fitting := mask & low_bits(bisect_right(tokens, room - total)):
         bit = fitting.bit_length() - 1
-        chosen, taken, mask = chosen | 1 << bit, taken + tokens[bit], mask ^ 1 << bit
-    return chosen, taken
+        chosen, total, mask = chosen | 1 << bit, total + tokens[bit], mask ^ 1 << bit
+    return chosen, total
 
 
 def _spread(pending: list[int]) -> list[int]:
@@ -58,12 +58,12 @@ def _exact(pending: list[tuple[int, int]], room: int) -> tuple[int, int]:
     for _, length in pending:
         reach.append(reach[-1] | reach[-1] << length)
     best = (reach[-1] & low_bits(room + 1)).bit_length() - 1
-    chosen, left = 0, best
+    chosen, room_left = 0, best
     for index in range(len(pending) - 1, -1, -1):
         bit, length = pending[index]
-        if length <= left and reach[index] >> (left - length) & 1:
+        if length <= room_left and reach[index] >> (room_left - length) & 1:
             chosen |= 1 << bit
-            left -= length
+            room_left -= length
     return chosen, best
 
 
@@ -95,8 +95,8 @@ def longest_first(problem: Problem) -> Choose:
         longest = next((bit for bit in reversed(bits(mask)) if tokens[bit] <= room), None)
         if longest is None:
             return 0, 0
-        others, taken = fullest(tokens, mask & ((1 << longest) - 1), room - tokens[longest])
-        return others | 1 << longest, taken + tokens[longest]
+        others, total = fullest(tokens, mask & ((1 << longest) - 1), room - tokens[longest])
+        return others | 1 << longest, total + tokens[longest]
 
     return choose
 
@@ -122,12 +122,12 @@ def charged(choose: Choose, budget: Budget) -> Choose:
 
 def memoised(choose: Choose) -> Choose:
     """Caches the choices; a search repeats many of them."""
-    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    fill_of: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def cached(*arguments: int) -> tuple[int, int]:
-        answer = known.get(arguments)
+        answer = fill_of.get(arguments)
         if answer is None:
-            answer = known[arguments] = choose(*arguments)
+            answer = fill_of[arguments] = choose(*arguments)
         return answer
 
     return cached
@@ -153,19 +153,19 @@ def fill_microbatch(
     tile, tiles = problem.tile_tokens, problem.tiles if tiles is None else tiles
     parts: list[tuple[int, int, int]] = []
     for job in order:
-        take, taken = mask[job], tokens[job]
+        take, total = mask[job], tokens[job]
         if not take:
             continue
-        if -(-taken // tile) > tiles:
+        if -(-total // tile) > tiles:
             shortest = problem.batches[job][batch[job]].tokens[(take & -take).bit_length() - 1]
             if shortest > tiles * tile:
                 continue  # fast path: with little room left, most jobs end here
-            take, taken = choose(job, batch[job], take, tiles * tile)
+            take, total = choose(job, batch[job], take, tiles * tile)
         if take:
             parts.append((job, batch[job], take))
             mask[job] ^= take
-            tokens[job] -= taken
-            tiles -= -(-taken // tile)
+            tokens[job] -= total
+            tiles -= -(-total // tile)
             if not tiles:
                 break
     return tuple(parts)

@@ -130,7 +130,7 @@ class _Beam:
 
     def _children(self, node: _Node, slot: int) -> Iterator[_Node]:
         free = [job for job, mask in enumerate(node.mask) if mask and node.ready[job] <= slot]
-        seen: set[Hashable] = set()
+        states: set[Hashable] = set()
         orders = self._orders(node, free)
         for order, choose in product(orders, self.choosers):
             mask, tokens = list(node.mask), list(node.tokens)
@@ -138,9 +138,9 @@ class _Beam:
                 fill_microbatch(self.problem, order, node.batch, mask, tokens, choose)
                 for _ in range(self.problem.data_parallel)
             )
-            taken = frozenset(filled[0]) if len(filled) == 1 else filled
-            if taken not in seen:
-                seen.add(taken)
+            fills = frozenset(filled[0]) if len(filled) == 1 else filled
+            if fills not in states:
+                states.add(fills)
                 self.budget.evaluations -= self.price
                 yield self._child(node, slot, filled, mask, tokens)
 
@@ -166,9 +166,9 @@ class _Beam:
     def _child(
         self, node: _Node, slot: int, filled: tuple[Microbatch, ...], mask: list[int], tokens: list[int]
     ) -> _Node:
-        batch, ready, way, left = list(node.batch), list(node.ready), list(node.way), node.left
+        batch, ready, way, tokens_left = list(node.batch), list(node.ready), list(node.way), node.left
         for job in {part[0] for parts in filled for part in parts}:
-            left -= node.tokens[job] - tokens[job]
+            tokens_left -= node.tokens[job] - tokens[job]
             batches, current = self.problem.batches[job], batch[job]
             if mask[job]:
                 way[job] = -(-tokens[job] // self.slot_tokens) + batches[current].tail
@@ -180,7 +180,7 @@ class _Beam:
                 following = batches[current]
                 mask[job], tokens[job] = following.full_mask, following.total
                 way[job] = following.slots + following.tail
-        score, end = self._score(slot + 1, left, mask, ready, way)
+        score, end = self._score(slot + 1, tokens_left, mask, ready, way)
         placed = node.placed + sum(self._squares(part) for parts in filled for part in parts)
         return _Node(
             score=score - LONG * placed,
@@ -190,23 +190,25 @@ class _Beam:
             tokens=tuple(tokens),
             ready=tuple(ready),
             way=tuple(way),
-            left=left,
+            left=tokens_left,
             placed=placed,
             parent=node,
             filled=filled,
         )
 
     def _squares(self, part: Part) -> float:
-        known = self.squares.get(part)
-        if known is None:
+        squares = self.squares.get(part)
+        if squares is None:
             job, batch, mask = part
             tokens, room = self.problem.batches[job][batch].tokens, self.problem.tiles * self.problem.tile_tokens
-            known = self.squares[part] = sum((tokens[bit] / room) ** 2 for bit in bits(mask))
-        return known
+            squares = self.squares[part] = sum((tokens[bit] / room) ** 2 for bit in bits(mask))
+        return squares
 
-    def _score(self, now: int, left: int, mask: list[int], ready: list[int], way: list[int]) -> tuple[float, float]:
+    def _score(
+        self, now: int, tokens_left: int, mask: list[int], ready: list[int], way: list[int]
+    ) -> tuple[float, float]:
         """The score (see the module docstring), and a lower bound on the slots."""
-        score = end = now + left / self.slot_tokens
+        score = end = now + tokens_left / self.slot_tokens
         due = end + self.problem.num_stages - 1
         for job, rest in enumerate(mask):
             if rest:

@@ -29,28 +29,28 @@ def kept_per_layer(problem: MemoryProblem, half: Half | None = None, number: int
     """
     layer = problem.device_model.layer(number)
     T, item = problem.capacity_tokens, problem.item
-    kept = {"x_in": item * T * problem.model.hidden_size}
+    bytes_of = {"x_in": item * T * problem.model.hidden_size}
     if problem.remat == "nothing":
-        return kept
+        return bytes_of
     for part in HALVES if half is None else (half,):
-        kept |= _saved_tensors(problem, layer, part, alone=half == part) | _saved_by_lora(problem, layer, part)
-    return kept
+        bytes_of |= _saved_tensors(problem, layer, part, alone=half == part) | _saved_by_lora(problem, layer, part)
+    return bytes_of
 
 
 def _saved_tensors(problem: MemoryProblem, layer: Layer, half: Half, *, alone: bool) -> dict[str, int]:
     fused = attention_is_ours(problem, layer) if half == "attention" else mlp_is_one_op(problem, layer)
-    kept = {}
+    bytes_of = {}
     for tensor in layer.saved:
-        wanted = tensor.policy == "gemm_inputs" or problem.remat == "everything"
+        is_saved = tensor.policy == "gemm_inputs" or problem.remat == "everything"
         left_out = (tensor.unfused and fused) or (tensor.entry and alone)
         if tensor.input_of is not None:
             left_out |= not any(tensor.input_of in spec.targets for spec in problem.adapters)
-        if tensor.half == half and wanted and not left_out:
+        if tensor.half == half and is_saved and not left_out:
             item = FLOAT32 if tensor.float32 else problem.item
-            kept[tensor.name] = item * _rows(problem, tensor) * tensor.width
+            bytes_of[tensor.name] = item * _rows(problem, tensor) * tensor.width
     if problem.balanced and half == "mlp" and isinstance(layer.mlp, Experts):
-        kept["router, for its loss"] = FLOAT32 * problem.capacity_tokens * layer.mlp.count
-    return kept
+        bytes_of["router, for its loss"] = FLOAT32 * problem.capacity_tokens * layer.mlp.count
+    return bytes_of
 
 
 def _rows(problem: MemoryProblem, tensor: SavedTensor) -> int | float:
@@ -65,11 +65,11 @@ def _saved_by_lora(problem: MemoryProblem, layer: Layer, half: Half) -> dict[str
     sites = [site for site, linears in layer.sites.items() if linears[0].half == half]
     ranks, bits = site_ranks(problem, layer), dropout_bits(problem, layer)
     rows = problem.item * problem.capacity_tokens
-    kept = {f"S of {site}": rows * columns_of_s(problem, layer, site) for site in sites if ranks[site]}
-    for site in kept.keys() & {f"S of {site}" for site in sites if layer.sites[site][0].experts}:
+    bytes_of = {f"S of {site}": rows * columns_of_s(problem, layer, site) for site in sites if ranks[site]}
+    for site in bytes_of.keys() & {f"S of {site}" for site in sites if layer.sites[site][0].experts}:
         linear = layer.sites[site.removeprefix("S of ")][0]
-        kept[site] = kept[site] * expert_rows(problem, linear.experts, linear.active) // problem.capacity_tokens
-    kept |= {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
+        bytes_of[site] = bytes_of[site] * expert_rows(problem, linear.experts, linear.active) // problem.capacity_tokens
+    bytes_of |= {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
     unscaled = [
         linear
         for site in sites
@@ -77,4 +77,4 @@ def _saved_by_lora(problem: MemoryProblem, layer: Layer, half: Half) -> dict[str
         if scales_columns(problem, linear.name) and not scales_with_gate(problem, layer, site)
     ]
     products = 1 + any(spec.drops_columns for spec in problem.adapters)
-    return kept | {f"unscaled {linear.name}": products * rows * linear.out_features for linear in unscaled}
+    return bytes_of | {f"unscaled {linear.name}": products * rows * linear.out_features for linear in unscaled}

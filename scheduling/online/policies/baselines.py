@@ -77,12 +77,12 @@ class Backfill(Baseline):
     def decide(self, state: ClusterState, now: float) -> list[Decision]:
         state.check_clock(now)
         draft = Draft(state)
-        kept: _Block | None = None
+        reserved: _Block | None = None
         for job in draft.waiting():
-            if kept is None and self._open_single(draft, job, "it has waited longest") is None:
-                kept = self._first_free(draft, job, now)
-            elif kept is not None:
-                self._backfill(draft, job, kept, now)
+            if reserved is None and self._open_single(draft, job, "it has waited longest") is None:
+                reserved = self._first_free(draft, job, now)
+            elif reserved is not None:
+                self._backfill(draft, job, reserved, now)
         return draft.decisions()
 
     def _first_free(self, draft: Draft, job: JobState, now: float) -> _Block | None:
@@ -97,12 +97,12 @@ class Backfill(Baseline):
                     blocks.append(_Block(free_s, worker.name, gpus))
         return min(blocks, key=lambda block: (block.free_s, block.worker, block.gpus.start), default=None)
 
-    def _backfill(self, draft: Draft, job: JobState, kept: _Block, now: float) -> None:
+    def _backfill(self, draft: Draft, job: JobState, reserved: _Block, now: float) -> None:
         for rate, kind in self._isolated_rates(draft, job.job):
             lasts_s = self.rates.changes.open_s(job.job.shape) + rate.step_s * job.left_steps(now)
             for worker, first in draft.blocks(rate.mesh.gpus, kind):
-                apart = first >= kept.gpus.stop or first + rate.mesh.gpus <= kept.gpus.start
-                if lasts_s <= kept.free_s or worker != kept.worker or apart:
+                apart = first >= reserved.gpus.stop or first + rate.mesh.gpus <= reserved.gpus.start
+                if lasts_s <= reserved.free_s or worker != reserved.worker or apart:
                     why = "it delays no earlier job"
                     draft.open(job.job.base_name, (worker, first), rate.mesh, [job.job.name], why)
                     return
@@ -139,15 +139,15 @@ class Srtf(Baseline):
 
     def _start_shortest(self, draft: Draft, now: float) -> None:
         """Starts waiting jobs, shortest first, until one finds no GPUs and cannot preempt a longer job."""
-        left = {name: self._left_s(draft, job, now) for name, job in draft.state.jobs.items()}
-        for job in sorted(draft.waiting(), key=lambda job: (-job.job.priority, left[job.job.name], job.job.name)):
+        seconds_of = {name: self._left_s(draft, job, now) for name, job in draft.state.jobs.items()}
+        for job in sorted(draft.waiting(), key=lambda job: (-job.job.priority, seconds_of[job.job.name], job.job.name)):
             if not self._isolated_rates(draft, job.job):
                 continue
-            why = f"{left[job.job.name]:.0f} s left, the least of all waiting jobs"
+            why = f"{seconds_of[job.job.name]:.0f} s left, the least of all waiting jobs"
             while not (opened := self._open_single(draft, job, why)) and self._shrink_another(draft, now):
                 pass
             if not opened:
-                if not self._make_room(draft, job, left, now):
+                if not self._make_room(draft, job, seconds_of, now):
                     break
                 self._open_single(draft, job, why)
 
@@ -160,11 +160,11 @@ class Srtf(Baseline):
         del draft, now  # unused
         return False
 
-    def _make_room(self, draft: Draft, job: JobState, left: dict[str, float], now: float) -> bool:
+    def _make_room(self, draft: Draft, job: JobState, seconds_of: dict[str, float], now: float) -> bool:
         """Frees the block whose shortest job is longest, if each has more left than this job and its start."""
-        own_left_s = left[job.job.name] + self.rates.changes.open_s(job.job.shape)
+        own_left_s = seconds_of[job.job.name] + self.rates.changes.open_s(job.job.shape)
         best, last = None, (-job.job.priority, own_left_s)
-        rank = {name: (-state.job.priority, left[name]) for name, state in draft.state.jobs.items()}
+        rank = {name: (-state.job.priority, seconds_of[name]) for name, state in draft.state.jobs.items()}
         rate, kind = self._isolated_rates(draft, job.job)[0]
         for worker in draft.state.workers.values():
             if worker.kind != kind:
