@@ -148,6 +148,13 @@ def test_named_files_exist(page):
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
+def test_the_walk_through_one_step_names_files_that_exist():
+    text = (ROOT / "docs" / "pages" / "one-step.md").read_text(encoding="utf-8")
+    files = re.findall(r"`([\w/]+\.py)`", text)
+    assert len(files) > 15
+    assert [file for file in files if not (ROOT / "lorafusion_jax" / file).is_file()] == []
+
+
 def test_every_promise_has_tests_that_exist():
     functions = {}
     assert list(CHECKS) == ["A1", "A2", "A3", "A4", "B1", "C1", "C2", "C3", "D1", "D2", "D3", "E1", "E2", "E3", "E4"]
