@@ -45,7 +45,11 @@ QUICKER = {
         'examples_directory() / "data"': "ROWS",
         '"max_length": 256': '"max_length": 64',
         '"capacity_tokens": 512, "tile_tokens": 32': '"capacity_tokens": 64, "tile_tokens": 16',
-    }
+    },
+    "training-api.md": {
+        'examples_directory() / "base"': "TINY_BASE",
+        '"capacity_tokens": 512, "tile_tokens": 32': '"capacity_tokens": 64, "tile_tokens": 16',
+    },
 }
 
 

@@ -645,3 +645,7 @@ def test_the_examples_learn():
     assert all(values[-1] < values[0] for values in losses.values())
     rewards = runpy.run_path(str(folder / "rl.py"))["main"]()
     assert rewards[-1] > rewards[0]
+    preferred = runpy.run_path(str(folder / "dpo.py"))["main"]()
+    assert preferred[-1] < preferred[0]
+    gaps = runpy.run_path(str(folder / "distillation.py"))["main"]()
+    assert gaps[-1] < gaps[0]
