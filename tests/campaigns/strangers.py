@@ -33,14 +33,14 @@ ATTACKS = ("idle", "slow", "brackets", "bombs", "previews")
 Address = tuple[str, int]
 
 
-def serve(home: Path, base: Path, jobs: int, link: Any) -> None:
+def serve(home: Path, base: Path, jobs: int, link: Any, owners: tuple[str, ...] = ("ana", "ben")) -> None:
     """The process of the server."""
     from local_service import start_service
 
     from lorafusion_jax.serve.control.spec import JobSpec
     from lorafusion_jax.serve.store import tables as t
 
-    running, end = start_service(home, base)
+    running, end = start_service(home, base, owners=owners)
     spec = JobSpec.model_validate({"name": "law", "base": "gone", "data": {"train": "sha256-" + "0" * 64}, "lora": {}})
     with running.db.write() as connection:
         first = running.service.jobs.submit(connection, "ben", spec.model_dump(mode="json"))
