@@ -52,8 +52,9 @@ def make_plan(
     clock, so the plan depends only on the arguments, whatever the machine and its load.
 
     With equal weights the planner minimises the length of the run. Unequal weights are shares of the tokens per slot
-    while the jobs are active, as far as the distance between batches lets a job take its share. Such a plan is made
-    by the greedy pass, without a search.
+    while the jobs are active, as far as the distance between batches lets a job take its share, and as far as that
+    leaves microbatches full: where another order holds over 5 % more tokens a slot, slots go to whoever fills them.
+    Such a plan is made by greedy passes, without a search.
 
     Args:
         capacity_tokens: rows of a microbatch, or up to four numbers of them, of which each slot takes one; "auto"

@@ -8,21 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import batched, groupby, islice
-from math import inf
-from operator import itemgetter
+from itertools import groupby, islice
 
 from scheduling.errors import PlanError
-from scheduling.packing.fill import fill_best, memoised
-from scheduling.packing.greedy import Equal, Shares, greedy
-from scheduling.packing.problem import Filling, Problem, make_problem, to_slots, tokens_per_slot
+from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
+from scheduling.packing.restarts import fill_in_shares
 from scheduling.types import AdapterJob, Limits, SampleRef, Slot
 
 PartRefs = tuple[SampleRef, ...]
 NOTHING: frozenset[int] = frozenset()
-EQUAL: tuple[Equal, ...] = ("begun", "shortest")
-GAINS = (inf, 1.5, 1.1)  # of a slot, for leaving the fair order; the fairest first
-NEARLY = 0.95  # of the tokens of the fullest window: a fairer one with as many is taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,21 +181,10 @@ def _plan_samples(
 
 
 def _fill(problem: Problem, tail: Tail, horizon: int) -> Filling:
-    """Fills the slots of a window: the fairest filling that holds nearly as many tokens as the fullest."""
+    """Fills the slots of a window."""
     ahead = [-tail.served.get(job.name, 0.0) for job in problem.jobs]
     idle = [tail.idle.get(job.name, 0) for job in problem.jobs]
-    choose = memoised(fill_best(problem))
-    fillings: list[tuple[float, Filling]] = []
-    for gain in GAINS:
-        for equal in EQUAL:
-            shares = Shares(equal=equal, gain=gain, idle=idle)
-            filling = greedy(problem, ahead=ahead, choose=choose, shares=shares, most_slots=horizon)
-            fillings.append((tokens_per_slot(problem, filling), filling))
-        if max(fillings, key=itemgetter(0))[0] >= NEARLY * problem.slot_tokens:
-            break
-    least = NEARLY * max(tokens for tokens, _ in fillings)
-    pairs = batched(fillings, len(EQUAL))
-    return next(filling for pair in pairs for tokens, filling in [max(pair, key=itemgetter(0))] if tokens >= least)
+    return fill_in_shares(problem, ahead=ahead, idle=idle, most_slots=horizon)
 
 
 def _plan_pieces(

@@ -17,7 +17,7 @@ from scheduling.online.profile import TILE
 from scheduling.online.sharing import GroupRate, Members, Mesh, between_steps_s, group_rate, share
 from scheduling.online.types import Job
 from scheduling.packing.greedy import MOST_IDLE
-from scheduling.window import GAINS, NEARLY
+from scheduling.packing.restarts import GAINS, NEARLY
 
 GAIN = GAINS[-1]
 

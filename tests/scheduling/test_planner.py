@@ -4,6 +4,7 @@ import cProfile
 import pstats
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,6 +37,20 @@ def test_weights_are_shares():
     assert shares["a"] == pytest.approx(3 / 6, abs=0.03)
     assert shares["c"] == pytest.approx(2 / 6, abs=0.03)
     assert shares["b"] == pytest.approx(1 / 6, abs=0.03)
+
+
+@pytest.mark.parametrize(("capacity", "batches", "weights"), [(1536, (6, 3), (1.0, 3.0)), (3072, (12, 1), (2.0, 1.0))])
+def test_weights_do_not_hold_the_machine_idle(capacity, batches, weights):
+    """Samples as long as a microbatch run only where their job goes first. Equal weights leave every order free."""
+    draw = np.random.default_rng(9)
+    lengths = np.clip(draw.lognormal(np.log(capacity / 4), 0.9, 400), 32, capacity), draw.integers(20, 400, 400)
+    jobs = [
+        AdapterJob(name, tokens.astype(int), size, weight=weight, max_batches=30)
+        for name, tokens, size, weight in zip(("long", "short"), lengths, batches, weights, strict=True)
+    ]
+    plan = make_plan(jobs, capacity_tokens=capacity, num_stages=1)
+    free = make_plan([replace(job, weight=1.0) for job in jobs], capacity_tokens=capacity, num_stages=1)
+    assert plan.num_slots <= 1.12 * free.num_slots
 
 
 def test_equal_weights_finish_together():
