@@ -5,7 +5,8 @@
 Qwen3-8B's shape with random weights in bfloat16; 16 adapters of rank 16 on all projections, greedy. 64 and 256 rows:
 twice as many prompts of 256 tokens, with answers of 128 to 896 tokens (512 on average), so that rows end and others
 take their places. The first row checks our tokens against a forward pass without a cache, in float32. PEFT runs one
-adapter after another with four prompts each (three adapters are timed, and all 16 cost as much each). Bytes of a pass
+adapter after another with four prompts each (three adapters are timed, and all 16 cost as much each); the continuous
+batches of transformers have one adapter. Bytes of a pass
 are those of the base's projections and head, of all A and B, and of the filled cache; the bound is their time at the
 bandwidth that a plain read reaches here. A pass is timed while all rows run and none starts; the bound of a whole run
 sums that of its passes, without prompts. Rows are also written to DIR/generate.jsonl.
@@ -48,6 +49,7 @@ from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.session.parts import Parts
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stage_weights import LayerWeights, StageWeights
+from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels.attention.triton import paged
 
 SHAPE = {
@@ -86,11 +88,17 @@ def _rows(small: bool) -> Iterator[dict[str, Any]]:
             yield row
     for rows in (few, many):
         yield from _guarded("as it is", _pass_rows(stage, "as it is", rows, prompt + new // 2, bandwidth))
-    for variant in VARIANTS:
-        yield from _guarded(variant, _pass_rows(stage, variant, few, prompt + new // 2, bandwidth))
     draw = np.random.default_rng(0)
     prompts = draw.integers(1, config.vocab_size, (adapters, EACH, prompt)).tolist()
-    yield from _peft_rows(config, prompts, 4 if small else PEFT_NEW, max(rates))
+    yield from _peft_rows(config, prompts, 4 if small else PEFT_NEW, 4 if small else new, few, max(rates))
+    _PROGRAMS.clear()
+    stage = random_stage(config, adapters, jnp.bfloat16, "fp8")
+    for rows in (few, many):
+        yield from _guarded("fp8", _pass_rows(stage, "fp8", rows, prompt + new // 2, bandwidth))
+    _PROGRAMS.clear()
+    stage = random_stage(config, adapters, jnp.bfloat16)
+    for variant in VARIANTS:
+        yield from _guarded(variant, _pass_rows(stage, variant, few, prompt + new // 2, bandwidth))
 
 
 def _guarded(name: str, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -116,10 +124,13 @@ def _requests(config: ModelConfig, rows: int, adapters: int, prompt: int, new: i
     ]
 
 
-def random_stage(config: ModelConfig, adapters: int, dtype: Any) -> Stage:
+def random_stage(config: ModelConfig, adapters: int, dtype: Any, quantize: str = NONE) -> Stage:
     """A model with random weights and adapters, drawn on the device."""
     specs = tuple(AdapterSpec(name=f"a{n}", rank=RANK, alpha=16) for n in range(adapters))
-    parts = Parts(model=config, specs=specs, settings=TrainSettings(), dtype=dtype)
+    parts = Parts(model=config, specs=specs, settings=TrainSettings(), dtype=dtype, quantize=quantize)
+    quantise = (
+        (lambda leaf: leaf) if quantize == NONE else jax.jit(lambda leaf: dict(stored_kind(quantize).quantise(leaf)))
+    )
     (mesh,) = stage_meshes()
     draw = jax.jit(
         lambda key, shape, dtype: (jax.random.normal(key, shape, jnp.float32) * max(shape[-2:][0], 1) ** -0.5).astype(
@@ -133,7 +144,7 @@ def random_stage(config: ModelConfig, adapters: int, dtype: Any) -> Stage:
     pieces = [
         LayerWeights(
             {
-                name: draw(next(keys), shape, dtype) if len(shape) == 2 else ones(shape)
+                name: quantise(draw(next(keys), shape, dtype)) if len(shape) == 2 else ones(shape)
                 for name, shape in parts.frozen_shapes().items()
             }
         )
@@ -318,7 +329,7 @@ def _bytes(stage: Stage, adapters: int, cached: float) -> float:
     """Bytes that one pass must read: weights, the adapters in the model's dtype, and the filled cache."""
     config, size = stage.parts.model, jnp.dtype(stage.parts.dtype).itemsize
     assert stage.weights.head is not None
-    base = sum(leaf.nbytes for piece in stage.weights.pieces for leaf in piece.values()) + stage.weights.head.nbytes
+    base = sum(leaf.nbytes for leaf in jax.tree.leaves(stage.weights.pieces)) + stage.weights.head.nbytes
     pair = sum(leaf.size for leaf in stage.lora.values()) / len(stage.parts.specs) * size
     row = sum(layer.attention.keys * 2 for layer in config.layers) * size
     return base + adapters * pair + cached * row
@@ -331,7 +342,9 @@ def _read_bandwidth(count: int) -> float:
     return x.nbytes / _seconds(lambda: jax.block_until_ready(run(x)))
 
 
-def _peft_rows(config: ModelConfig, prompts: list, new: int, ours: float) -> Iterator[dict[str, Any]]:
+def _peft_rows(
+    config: ModelConfig, prompts: list, new: int, longest: int, rows: int, ours: float
+) -> Iterator[dict[str, Any]]:
     try:
         import peft
         import torch
@@ -376,6 +389,7 @@ def _peft_rows(config: ModelConfig, prompts: list, new: int, ours: float) -> Ite
         return (time.perf_counter() - began) / PEFT_ADAPTERS * len(prompts)
 
     adapted.set_adapter("a0")
+    yield _in_continuous_batches(model, config, prompts, longest, rows, ours) | versions
     run(ids[0][:, :8])  # what torch sets up at first
     total = len(prompts) * EACH * new
     seconds = one_after_another()
@@ -394,6 +408,32 @@ def _peft_rows(config: ModelConfig, prompts: list, new: int, ours: float) -> Ite
         }  # fmt: skip
     except Exception as problem:  # a variant that fails is a row, too
         yield {"section": "peft", "variant": "adapters of all rows in one batch", "failed": str(problem)[:300]}
+
+
+def _in_continuous_batches(
+    model: Any, config: ModelConfig, prompts: list, new: int, rows: int, ours: float
+) -> dict[str, Any]:
+    """The continuous batching of transformers, at its best: one adapter for all requests, and equal lengths."""
+    import transformers
+
+    row = {"section": "peft", "variant": "continuous batches of transformers, one adapter", "requests": 2 * rows}
+    length = len(prompts[0][0])
+    asked = np.random.default_rng(4).integers(1, config.vocab_size, (2 * rows, length)).tolist()
+
+    def run(inputs: list, count: int) -> int:
+        settings = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        answers = model.generate_batch(inputs, generation_config=settings)
+        return sum(len(answer.generated_tokens) for answer in answers.values())
+
+    try:
+        run(asked[:rows], 4)
+        began = time.perf_counter()
+        tokens = run(asked, new)
+        seconds = time.perf_counter() - began
+    except Exception as problem:  # a variant that fails is a row, too
+        return row | {"failed": f"{type(problem).__name__}: {problem}"[:300]}
+    rate = tokens / seconds
+    return row | {"new_tokens": tokens, "seconds": seconds, "tokens_per_s": rate, "ours_over_it": ours / rate}
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -146,7 +146,9 @@ def test_other_prompts_compile_nothing(model, alone):
     assert compiled() == before
 
 
-@pytest.mark.parametrize("mesh", [{"stages": 2}, more_cases.nightly({"data": 2, "fsdp": 2})], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"stages": 2}, more_cases.nightly({"tensor": 2}), more_cases.nightly({"data": 2, "fsdp": 2})], ids=str
+)
 def test_stages_and_shards_generate_the_same(mesh, alone):
     """Half a layer on each of two stages, too."""
     answer = Generator(stages(**mesh))([requests(8)[5]])[0]
