@@ -132,6 +132,11 @@ class LatentAttention:
         """As `Attention.row_shapes`: keys and values of every head, not the latents."""
         return dict.fromkeys(("keys", "values"), (self.heads, self.head_dim))
 
+    @property
+    def latent_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As `row_shapes`, of a cache of latents: what all heads share, and the rotary channels of k."""
+        return {"latents": (1, self.kv_rank + self.rotary_dim)}
+
     def reach(self, sample_tokens: float) -> float:
         """As `Attention.reach`."""
         return sample_tokens

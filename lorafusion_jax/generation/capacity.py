@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lorafusion_jax.adapters.table import PLAIN
+from lorafusion_jax.families.latent_attention import LatentAttention
+from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.models.cache import BLOCK
+from lorafusion_jax.session.parts import Parts
 from lorafusion_jax.session.stage import Stage
 
 SHARE_OF_MEMORY = 0.8  # of what a device has left, for blocks
@@ -21,7 +25,16 @@ def block_bytes(stages: Sequence[Stage]) -> int:
 def _block_bytes(stage: Stage) -> int:
     size = np.dtype(stage.parts.dtype).itemsize
     layers = [stage.parts.model.layer(piece.layer) for piece in stage.extent.pieces if piece.half != "mlp"]
-    return BLOCK * size * sum(int(np.prod(shape)) for layer in layers for shape in layer.row_shapes.values())
+    shapes = [shape for layer in layers for shape in cached_rows(stage.parts, layer).values()]
+    return BLOCK * size * sum(int(np.prod(shape)) for shape in shapes)
+
+
+def cached_rows(parts: Parts, layer: Layer) -> dict[str, tuple[int, ...]]:
+    """Shapes of what each token keeps in a layer. Latents have to be multiplied by plain adapters only."""
+    attention = layer.attention
+    if isinstance(attention, LatentAttention) and all(spec.kind == PLAIN for spec in parts.specs):
+        return attention.latent_shapes
+    return layer.row_shapes
 
 
 def blocks_that_fit(stages: Sequence[Stage], *, beside_training: bool = False) -> int:

@@ -25,6 +25,7 @@ from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.adapters.tokens import TABLES, Table
 from lorafusion_jax.families.per_layer_input import TABLE
 from lorafusion_jax.generation import row_adapters
+from lorafusion_jax.generation.capacity import cached_rows
 from lorafusion_jax.generation.choose import (
     NOT_FINITE,
     Chosen,
@@ -36,7 +37,7 @@ from lorafusion_jax.generation.choose import (
     token_logprobs,
 )
 from lorafusion_jax.layout.layer import Half
-from lorafusion_jax.models.cache import BLOCK, Cache, CachedRows
+from lorafusion_jax.models.cache import BLOCK, ROWS, Cache, CachedRows
 from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, scaled_embedding
 from lorafusion_jax.models.per_layer_input import own_inputs
 from lorafusion_jax.models.segments import Segments
@@ -247,7 +248,8 @@ class GenerationPrograms:
             if half == "mlp":
                 return {}
             layer = model.layer(number)
-            pools = {name: jnp.zeros((blocks, BLOCK, *shape), dtype) for name, shape in layer.row_shapes.items()}
+            shapes = cached_rows(self._parts, layer)
+            pools = {name: jnp.zeros((blocks, BLOCK, *shape), dtype) for name, shape in shapes.items()}
             states = {name: jnp.zeros((rows, *shape), jnp.float32) for name, shape in layer.state_shapes.items()}
             return pools | states
 
@@ -258,7 +260,7 @@ class GenerationPrograms:
         """Copies blocks and states [from, to]; numbers beyond the caches copy nothing."""
 
         def copied(name: str, array: Array) -> Array:
-            source, target = blocks_2X if name in ("keys", "values") else rows_2X
+            source, target = blocks_2X if name in ROWS else rows_2X
             return array.at[target].set(array[jnp.minimum(source, len(array) - 1)], mode="drop")
 
         return [{name: copied(name, array) for name, array in cache.items()} for cache in caches]

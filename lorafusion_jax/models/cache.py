@@ -18,9 +18,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.device import target_platform
 
+ROWS = ("keys", "values", "latents")  # what is kept of each position; the rest are states
 BLOCK = 32  # positions of a block: fewer share more, more are read in longer runs
 
-# Of one layer, by name: "keys" and "values" [N, S, K, C], or states [rows of the engine, …]; see `Layer.row_shapes`.
+# Of one layer, by name: "keys" and "values" [N, S, K, C], or "latents" with one K for both; or states [rows of the
+# engine, …]. See `Layer.row_shapes`.
 type Cache = dict[str, jax.Array]
 # What layers read of an earlier layer: the rows of prompts, or its cache.
 type CachedKeys = dict[str, Cache]

@@ -181,6 +181,14 @@ class LoRALinear(nnx.Module):
             self.kinds, numbers, leaves, shape=self._shape, rank=self.rank, scale_A=ctx.scale, kernel=w_KN, dtype=dtype
         )
 
+    def weight_and_bank(self, ctx: LoRAContext | None, dtype: Any) -> tuple[Array, Bank | None]:
+        """The kernel as an array, and the adapters: for products in another order than that of a call."""
+        _, w_KN, _ = self._inputs(jnp.zeros((), dtype))
+        bank = None if ctx is None or not self.kinds else self._bank(ctx, w_KN, dtype)
+        if is_quantised(w_KN):
+            return frozen_product(jnp.eye(self.in_features, dtype=dtype), w_KN), bank
+        return jnp.asarray(w_KN), bank
+
     @property
     def changes_columns(self) -> bool:
         """Whether a kind changes the columns of the output."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import more_cases
+import numpy as np
 import pytest
 
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.generation.capacity import cached_rows
+from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.generator import Generator
 from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.packing import BASE
 from lorafusion_jax.generation.requests import Request
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import AdapterSource, Source
+from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.weights.table import stored_kind
 
 MODELS = Path(__file__).parents[1] / "models/golden"
@@ -25,10 +30,13 @@ ALWAYS = ("gemma2", "gpt_oss", "llama3", "qwen3_5")  # caps and windows; experts
 ROUNDING = 2e-5  # what logits of float32 differ by, a tenth of the smallest margin but three
 
 
-def generator(case: str) -> Generator:
-    folder = MODELS / case
+def stage_of(folder: Path) -> Stage:
     adapter = AdapterSource(name="a", folder=folder / "adapter")
-    return Generator([load_stage(Source(base=folder, adapters=(adapter,), asked=(), dtype="float32"))])
+    return load_stage(Source(base=folder, adapters=(adapter,), asked=(), dtype="float32"))
+
+
+def generator(case: str) -> Generator:
+    return Generator([stage_of(MODELS / case)])
 
 
 @pytest.mark.parametrize("case", more_cases.mostly_nightly(CASES, ALWAYS))
@@ -42,6 +50,28 @@ def test_tokens_are_those_of_transformers_and_peft(case):
     answers = generator(case)(requests)
     assert min(wanted[name]["margin"] for name in wanted) > ROUNDING
     assert [answer.tokens for answer in answers] == wanted["adapter"]["tokens"] + wanted["base"]["tokens"]
+
+
+def test_latents_are_read_again_as_the_keys_and_values_that_they_make():
+    """A second turn reads blocks of latents; with an adapter that scales columns the cache has keys and values."""
+    folder, prompt = MODELS / "deepseek_v3", RECORD["prompts"][2]
+    run, conversation = generator("deepseek_v3"), Conversation()
+    asked = [Request(tokens=prompt, adapter=adapter, sampling=Sampling(max_tokens=24)) for adapter in (0, BASE)]
+    first = run(asked, conversation=conversation)
+    wanted = RECORD["cases"]["deepseek_v3"]
+    assert [answer.tokens for answer in first] == [wanted[name]["tokens"][2] for name in ("adapter", "base")]
+    turns = [
+        Request(tokens=prompt + answer.tokens[:9], adapter=request.adapter, sampling=Sampling(max_tokens=15))
+        for request, answer in zip(asked, first, strict=True)
+    ]
+    second = run(turns, conversation=conversation)
+    for before, after in zip(first, second, strict=True):
+        assert after.tokens == before.tokens[9:]
+        np.testing.assert_allclose(after.logprobs, before.logprobs[9:], atol=2e-5)
+    plain = stage_of(folder)
+    layer = plain.parts.model.layer(0)
+    of_heads = cached_rows(replace(plain.parts, specs=(replace(plain.parts.specs[0], kind="dora"),)), layer)
+    assert (set(cached_rows(plain.parts, layer)), set(of_heads)) == ({"latents"}, {"keys", "values"})
 
 
 def test_adapters_change_tokens():
