@@ -1,4 +1,4 @@
-"""Losses on given advantages: importance sampling, GRPO's family and CISPO; and dft. Never imports jax.
+"""Losses on advantages: importance sampling, REINFORCE, RLOO, GRPO's family and CISPO; and dft. Never imports jax.
 
 Any sampler can feed them: rows hold what it sampled, how much better than expected that was, and how likely it was.
 r = exp(log p - log p of the sampler), per token · A advantage
@@ -7,7 +7,7 @@ r = exp(log p - log p of the sampler), per token · A advantage
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -123,6 +123,61 @@ def grpo_loss(sample: Sample, options: GRPOOptions) -> tuple[Any, dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
+class GSPOOptions:
+    """Settings of `gspo`, which is `grpo` with a ratio of the sequence; see there."""
+
+    epsilon: Positive = 3e-4
+    epsilon_high: Positive | None = 4e-4
+    beta: NotNegative = 0.0
+
+
+def gspo_loss(sample: Sample, options: GSPOOptions) -> tuple[Any, dict[str, Any]]:
+    clips = {"epsilon": options.epsilon, "epsilon_high": options.epsilon_high}
+    return grpo_loss(sample, GRPOOptions(loss="grpo", ratio="sequence", beta=options.beta, **clips))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOOptions:
+    """Settings of `rloo`.
+
+    Attributes:
+        epsilon, epsilon_high: the ratio of a completion is clipped to 1 - epsilon, 1 + epsilon_high (None: epsilon).
+        beta: Σ log π - log ρ over a completion is taken off its reward so many times, in rollouts; 0: no reference.
+    """
+
+    epsilon: Positive = 0.2
+    epsilon_high: Positive | None = None
+    beta: NotNegative = 0.05
+
+
+def rloo_loss(sample: Sample, options: RLOOOptions) -> tuple[Any, dict[str, Any]]:
+    """Returns -min(r A, clip(r) A), a mean over completions; r is the product of the ratios of all tokens."""
+    import jax.numpy as jnp
+
+    ratio, advantage = jnp.exp(_difference(sample).sum()), _mean(sample, sample.values[ADVANTAGES])
+    low, high = 1 - options.epsilon, 1 + (options.epsilon if options.epsilon_high is None else options.epsilon_high)
+    outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
+    metrics = {"ratio": ratio, "clip_ratio": outside, **_entropy(sample), "kl": _kl(sample, options.beta)}
+    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, low, high) * advantage), metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforceOptions:
+    """Settings of `reinforce`; `beta` as of `rloo`."""
+
+    beta: NotNegative = 0.0
+
+
+def reinforce_loss(sample: Sample, options: ReinforceOptions) -> tuple[Any, dict[str, Any]]:
+    """Returns -Σ r A over the tokens of a completion, a mean over completions."""
+    import jax.numpy as jnp
+
+    ratio = _ratio(sample)
+    metrics = {"ratio": _mean(sample, ratio), **_entropy(sample), "kl": _kl(sample, options.beta)}
+    return jnp.where(sample.mask, -ratio * sample.values[ADVANTAGES], 0.0).sum(), metrics
+
+
+@dataclass(frozen=True, kw_only=True)
 class CISPOOptions:
     """Settings of `cispo`.
 
@@ -161,15 +216,29 @@ def dft_loss(sample: Sample, options: DFTOptions) -> tuple[Any, dict[str, Any]]:
 
 
 def _ratio(sample: Sample, *, by_sequence: bool = False) -> Any:
-    """Returns r [L]; 1 where there is no token. The log-ratio is masked first, so padding has no gradient."""
+    """Returns r [L]; 1 where there is no token."""
+    import jax.numpy as jnp
+
+    difference = _difference(sample)
+    if by_sequence:
+        difference = jnp.broadcast_to(difference.sum() / sample.tokens[0], difference.shape)
+    return jnp.exp(difference)
+
+
+def _difference(sample: Sample) -> Any:
+    """Returns log r [L]; 0 where there is no token, so that padding has no gradient."""
     import jax
     import jax.numpy as jnp
 
     old = sample.values[OLD] if OLD in sample.values else jax.lax.stop_gradient(sample.logprobs)
-    difference = jnp.where(sample.mask, sample.logprobs - old, 0.0)
-    if by_sequence:
-        difference = jnp.broadcast_to(difference.sum() / sample.tokens[0], difference.shape)
-    return jnp.exp(difference)
+    return jnp.where(sample.mask, sample.logprobs - old, 0.0)
+
+
+def _kl(sample: Sample, beta: float) -> Any:
+    """Returns the mean of log π - log ρ; 0 without a reference."""
+    import jax.numpy as jnp
+
+    return _mean(sample, sample.logprobs - sample.reference_logprobs) if beta else jnp.zeros(())
 
 
 def _token_mean(sample: Sample, values: Any) -> Any:
@@ -207,7 +276,13 @@ def review_ratio(numbers: Mapping[str, Any], options: GRPOOptions) -> list[str]:
     ]
 
 
+def _needs(options: Any) -> frozenset[str]:
+    return frozenset({LOGPROBS, REFERENCE} if options.beta else {LOGPROBS})
+
+
 _METRICS = {"ratio": "of probabilities", "logps": "nats per token"}
+_CLIPPED = _METRICS | {"clip_ratio": "share of tokens", "kl": "nats per token"}
+_DEFAULTS = {"lora.dropout": 0.0, "optim.lr": 1e-5}
 IMPORTANCE_SAMPLING = Objective(
     segments=off_policy_segments,
     optional_columns=ROW,
@@ -216,18 +291,39 @@ IMPORTANCE_SAMPLING = Objective(
     metrics=_METRICS,
     options=SamplingOptions,
     needs=frozenset({LOGPROBS}),
-    defaults={"lora.dropout": 0.0, "optim.lr": 1e-5},
+    defaults=_DEFAULTS,
+    advantages="mean",
 )
 GRPO = Objective(
     segments=sampled_segments,
     optional_columns=ROW,
     types=TYPES,
     loss=grpo_loss,
-    metrics=_METRICS | {"clip_ratio": "share of tokens", "kl": "nats per token"},
+    metrics=_CLIPPED,
     options=GRPOOptions,
     review=review_ratio,
-    needs=lambda options: frozenset({LOGPROBS, REFERENCE} if options.beta else {LOGPROBS}),
-    defaults={"lora.dropout": 0.0, "optim.lr": 1e-5},
+    needs=_needs,
+    defaults=_DEFAULTS,
+    advantages="group",
+)
+GSPO = replace(GRPO, loss=gspo_loss, options=GSPOOptions, review=None)
+RLOO = replace(
+    GRPO,
+    loss=rloo_loss,
+    metrics=_CLIPPED | {"clip_ratio": "share of completions"},
+    options=RLOOOptions,
+    review=None,
+    advantages="leave_one_out",
+    reward_kl=lambda options: options.beta,
+)
+REINFORCE = replace(
+    GRPO,
+    loss=reinforce_loss,
+    metrics=_METRICS | {"kl": "nats per token"},
+    options=ReinforceOptions,
+    review=None,
+    advantages="global",
+    reward_kl=lambda options: options.beta,
 )
 CISPO = Objective(
     segments=off_policy_segments,
@@ -237,6 +333,7 @@ CISPO = Objective(
     metrics=_METRICS | {"clip_ratio": "share of tokens"},
     options=CISPOOptions,
     needs=frozenset({LOGPROBS}),
-    defaults={"lora.dropout": 0.0, "optim.lr": 1e-5},
+    defaults=_DEFAULTS,
+    advantages="group",
 )
 DFT = Objective(loss=dft_loss, metrics={"nll_loss": "nats per token"}, options=DFTOptions, needs=frozenset({LOGPROBS}))

@@ -13,7 +13,7 @@ from lorafusion_jax.objective.cpo import CPO, ORPO, SIMPO
 from lorafusion_jax.objective.distill import DISTILL
 from lorafusion_jax.objective.dpo import DPO, IPO
 from lorafusion_jax.objective.kto import KTO
-from lorafusion_jax.objective.policy import CISPO, DFT, GRPO, IMPORTANCE_SAMPLING
+from lorafusion_jax.objective.policy import CISPO, DFT, GRPO, GSPO, IMPORTANCE_SAMPLING, REINFORCE, RLOO
 from lorafusion_jax.objective.protocol import SFT, Objective
 from lorafusion_jax.objective.reward import REWARD
 
@@ -26,7 +26,10 @@ OBJECTIVES: Mapping[str, Objective] = {
     "simpo": SIMPO,
     "cpo": CPO,
     "grpo": GRPO,
+    "gspo": GSPO,
     "cispo": CISPO,
+    "rloo": RLOO,
+    "reinforce": REINFORCE,
     "importance_sampling": IMPORTANCE_SAMPLING,
     "dft": DFT,
     "cit": CIT,
