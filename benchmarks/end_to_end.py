@@ -19,6 +19,7 @@ because a process has a single peak.
 Variants (all rows are reported, even if a baseline wins):
     ours            all adapters together, bin packed, our kernels, 1F1B without flush
     ours_xla        the same with the XLA form of LoRA
+    ours_sizes      ours, and each microbatch takes the smallest of four sizes that holds it
     ours_fp8, ours_int8, ours_nf4    ours on a base that is stored in these forms; frozen_fp8 is the floor of the first
     single_xla      one adapter after another, XLA LoRA
     single          the same with our kernels
@@ -29,7 +30,7 @@ Variants (all rows are reported, even if a baseline wins):
     frozen          the floor: the slots of `ours` forward and backward through the frozen base, with the same stages
                     and remat policy, without LoRA, adapter gradients and optimizer steps
 Variants that train one adapter after another, and mlora, use the microbatch size that is fastest in the simulator;
-single_sizes uses 3/8, 1/2, 3/4 and all of `--capacity`.
+single_sizes and ours_sizes use 3/8, 1/2, 3/4 and all of `--capacity`.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ VARIANTS = {
     "ours_int8": Variant(True, None, "ours", quantize="int8"),
     "ours_nf4": Variant(True, None, "ours", quantize="nf4"),
     "frozen_fp8": Variant(True, None, "ours", frozen=True, quantize="fp8"),
+    "ours_sizes": Variant(True, None, "sizes"),
     "single_xla": Variant(False, "xla", "single"),
     "single": Variant(False, None, "single"),
     "single_sizes": Variant(False, None, "sizes"),

@@ -1,0 +1,280 @@
+"""Does joining pay? Adapters together beside one after another, on one card and one random base.
+
+    python -m benchmarks.joining --out D --budget 900            # one H200, 8B's shape
+    python -m benchmarks.joining --out D --budget 60 --small     # a CPU, to try
+
+Rows of joining.jsonl, those of most interest first:
+    {"part": "rl", ...}       adapters that sample their rows (`rollout`): seconds of a step of all adapters, and the
+                              share of sampling in it
+    {"part": "sft", "way": "together" | "one by one", ...}
+                              equal adapters in supervised fine-tuning. Microbatches of both take the smallest of four
+                              sizes that holds them.
+    {"part": "search", ...}   64 points (learning rate × rank × batch) in one run: seconds until the last point is
+                              trained, with and without halving
+
+A search by PEFT, one point after another, takes Σ tokens of a point / tokens per second at its batch, which
+`python -m benchmarks.peers --batch 1 4 8 16 --variants default packed --workload xsum` measures in the same
+environment of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import lorafusion_jax as lf
+from benchmarks.conditions import conditions
+from benchmarks.end_to_end import VARIANTS, Bench, Variant
+from benchmarks.harness import add_row, command_line
+from benchmarks.starting import write_base
+from benchmarks.workloads import SHAPES
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.config.schema import JobConfig, MeshSettings
+from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.machine import prepare_machine
+from scheduling import AdapterJob
+
+WAYS = {"ours_sizes": "together", "single_sizes": "one by one"}
+PARTS = ("rl", "sft", "search")
+REWARD = (
+    "def reward(completions):\n    return [sum(map(str.islower, text)) / (len(text) + 1) for text in completions]\n"
+)
+
+
+class Cell(NamedTuple):
+    """Equal adapters: samples of a step, rank, mean tokens of a sample, number, how the base is stored."""
+
+    batch: int
+    rank: int
+    tokens: int
+    adapters: int
+    quantize: str = "none"
+
+
+CELLS = (
+    *(Cell(batch, 8, 256, 16) for batch in (1, 4, 16, 64)),
+    *(Cell(batch, 8, 2048, 16) for batch in (1, 4, 16)),
+    *(Cell(4, 8, 256, adapters) for adapters in (4, 64)),
+    *(Cell(batch, 64, 256, 16) for batch in (1, 16)),
+    *(Cell(batch, 8, 256, 16, "fp8") for batch in (1, 16)),
+    Cell(64, 8, 2048, 16),
+    Cell(16, 64, 2048, 16),
+)
+SMALL_CELLS = (Cell(1, 4, 16, 3), Cell(4, 4, 16, 3))
+
+
+class Joining(Bench):
+    """`Bench` with cells in place of workloads."""
+
+    cell: Cell
+
+    def jobs(self, variant: Variant, workload: str, mesh: MeshSettings, slots: int) -> list[list[AdapterJob]]:
+        cell, capacity = self.cell, self.options.capacity
+        together = cell.adapters if variant.together else 1
+        steps = min(slots + 5, max(2, round(slots * capacity / (cell.tokens * cell.batch * together))))  # each ≥ a slot
+        draw, count = np.random.default_rng(0), steps * cell.batch
+        longest = min(4 * cell.tokens, capacity // 2)
+        lengths = [draw.lognormal(np.log(cell.tokens) - 0.11, 0.47, count) for _ in range(together)]
+        jobs = [
+            AdapterJob(f"a{number}", row.clip(4, longest).astype(int).tolist(), cell.batch)
+            for number, row in enumerate(lengths)
+        ]
+        return [jobs]
+
+    def config(self, variant: Variant, mesh: MeshSettings, capacity: Any, adapters: int) -> JobConfig:
+        config = super().config(variant, mesh, capacity, adapters if adapters > 1 else 1)
+        lora = config.adapters[0].lora.model_copy(update={"rank": self.cell.rank})
+        renamed = [adapter.model_copy(update={"lora": lora}) for adapter in config.adapters]
+        base = config.base.model_copy(update={"quantize": self.cell.quantize})
+        return config.model_copy(update={"adapters": tuple(renamed), "base": base})
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        keys = (
+            "useful_tokens_per_s",
+            "density",
+            "slots",
+            "slot_s",
+            "seconds",
+            "compile_s",
+            "peak_gb",
+            "sizes",
+            "error",
+        )
+        cell = self.cell._asdict() | {"part": "sft", "way": WAYS[row["variant"]]}
+        add_row(self.file, cell | {key: row[key] for key in keys if key in row} | self.conditions)
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--budget", type=float, default=900.0, help="seconds; nothing new starts after them")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    options = parser.parse_args()
+    stop = time.monotonic() + options.budget
+    if not options.small:
+        prepare_machine()
+    for part in options.parts:
+        try:
+            rows = {"sft": sft, "rl": rl, "search": search}[part](options, stop)
+            for row in rows:
+                add_row(options.out / "joining.jsonl", {"part": part} | row | conditions())
+        except Exception as problem:  # the other parts go on
+            error = f"{type(problem).__name__}: {problem}"[:2000]
+            add_row(options.out / "joining.jsonl", {"part": part, "error": error})
+    return 0
+
+
+def sft(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]:
+    """Measures the cells; `Joining` writes their rows."""
+    settings = argparse.Namespace(
+        model="tiny" if options.small else "8b", layers=None, stages=1, data=1, objective="sft",
+        set=[], xla=[], layers_per_stage=None, no_profile=True, trace=0, capacity=256 if options.small else 8192,
+        batch=1, adapters=1, slots=20, baseline_slots=20, out=options.out,
+    )  # fmt: skip
+    bench = Joining(settings)
+    bench.file = options.out / "joining.jsonl"
+    for cell in SMALL_CELLS if options.small else CELLS:
+        bench.cell, settings.batch, settings.adapters = cell, cell.batch, cell.adapters
+        for name in WAYS:
+            if time.monotonic() > stop:
+                return
+            settings.adapters = cell.adapters if VARIANTS[name].together else 1
+            try:
+                bench.run(name, "mix")
+            except Exception as problem:
+                bench.write({"variant": name, "error": f"{type(problem).__name__}: {problem}"[:2000]})
+    yield from ()
+
+
+def rl(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]:
+    """Trains adapters that sample their rows: together, and one of them alone, which stands for each."""
+    prompt, group, prompts, new, steps = (16, 4, 2, 8, 2) if options.small else (256, 16, 4, 512, 3)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        base = _base(folder, options.small)
+        (folder / "reward.py").write_text(REWARD)
+        draw = np.random.default_rng(0)
+        words = ["".join(map(chr, row)) for row in draw.integers(97, 122, (prompts * steps, prompt))]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": word}) + "\n" for word in words))
+        for adapters in (4, 1):
+            if time.monotonic() > stop:
+                return
+            entry = {
+                "objective": "grpo",
+                "rollout": {
+                    "prompts": "prompts.jsonl", "reward": "reward.py:reward", "group": group, "max_tokens": new,
+                    "lag": 1,
+                },
+                "batch": {"global_samples": group * prompts},
+                "epochs": 1,
+            }  # fmt: skip
+            entries = [{"name": f"a{number}", "seed": number, **entry} for number in range(adapters)]
+            yield {"adapters": adapters, "answers": group * prompts, "prompt": prompt, "new": new} | _rl_run(
+                folder, base, entries, prompt + new + 64, options.small
+            )
+
+
+def _rl_run(folder: Path, base: Path, entries: list[dict], longest: int, small: bool) -> dict[str, Any]:
+    capacity = 256 if small else 8192
+    job = {
+        "base": {"model": str(base), "dtype": "float32" if small else "bfloat16"},
+        "data": {"max_length": min(longest, capacity)},
+        "batch": {"capacity_tokens": capacity, "tile_tokens": 16 if small else 128},
+        "lora": {"rank": 16},
+        "save": {"every_minutes": None},
+        "adapters": entries,
+    }
+    run = _train(job, folder / f"run-{len(entries)}")
+    rows = list(read_rows(run.folder / "metrics.jsonl"))
+    times = {
+        number: [row["time"] for row in rows if row["kind"] == "step" and row["step"] == number] for number in (1, 3)
+    }
+    slots = [row for row in rows if row["kind"] == "slot" and row["paused_share"] is not None]
+    last = max(row["step"] for row in rows if row["kind"] == "step")
+    ends = [row["time"] for row in rows if row["kind"] == "step" and row["step"] == last]
+    first = max(times[1])
+    tokens = sum(row["answer_tokens"] for row in rows if row["kind"] == "step" and row["step"] > 1)
+    return {
+        "step_s": round((max(ends) - first) / max(last - 1, 1), 3),
+        "sampling_share": slots[-1]["paused_share"] if slots else None,
+        "mean_answer_tokens": round(tokens / max(len(entries) * (last - 1), 1), 1),
+        "lag": max(row["lag"] for row in rows if row["kind"] == "step"),
+    }
+
+
+def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]:
+    """Trains 64 points of one data set, with and without halving."""
+    rates, ranks, batches = (["1e-4", "2e-4", "4e-4", "8e-4"], [8, 16, 32, 64], [1, 4, 8, 16])
+    if options.small:
+        rates, ranks, batches = rates[:2], [2, 4], [1, 4]
+    rows, tokens = (32, 16) if options.small else (128, 540)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        base, vocab = _base(folder, options.small), SHAPES["tiny" if options.small else "8b"]["vocab_size"]
+        draw = np.random.default_rng(0)
+        lengths = draw.lognormal(np.log(tokens) - 0.2, 0.62, rows + 16).clip(8, 4 * tokens).astype(int)
+        data = [json.dumps({"input_ids": draw.integers(300, vocab, length).tolist()}) for length in lengths]
+        (folder / "train.jsonl").write_text("\n".join(data[:rows]))
+        (folder / "eval.jsonl").write_text("\n".join(data[rows:]))
+        for halving in (True, False):
+            if time.monotonic() > stop:
+                return
+            yield {"points": len(rates) * len(ranks) * len(batches), "halving": halving} | _search_run(
+                folder, base, {"lr": rates}, ranks, batches, 4 * tokens, halving, options.small
+            )
+
+
+def _search_run(
+    folder: Path, base: Path, optim: dict, ranks: Sequence[int], batches: Sequence[int], longest: int, halving: bool,
+    small: bool,
+) -> dict[str, Any]:  # fmt: skip
+    entry = {"name": "point", "data": {"train": "train.jsonl", "eval": "eval.jsonl"}, "optim": optim}
+    job = {
+        "base": {"model": str(base), "dtype": "float32" if small else "bfloat16"},
+        "data": {"max_length": longest},
+        "batch": {"capacity_tokens": 256 if small else 8192, "tile_tokens": 16 if small else 128},
+        "save": {"every_minutes": None},
+        "adapters": [entry | {"lora": {"rank": list(ranks)}, "batch": {"global_samples": list(batches)}}],
+    }
+    if halving:
+        job["halving"] = {"first_step": 2, "factor": 2}
+        job["train"] = {"eval_every_steps": 4}
+    began = time.perf_counter()
+    run = _train(job, folder / f"search-{halving}")
+    finished = next(row for row in read_rows(run.folder / "events.jsonl") if row["kind"] == "finished")
+    plan = RunFolder(run.folder).read_plan()
+    return {
+        "seconds": round(time.perf_counter() - began, 1),
+        "training_s": finished["seconds"],
+        "evaluation_s": finished["evaluation_s"],
+        "slots": plan.num_slots,
+        "tokens": sum(sum(job.sample_tokens) for job in plan.jobs),
+    }
+
+
+def _train(job: dict[str, Any], folder: Path) -> lf.Run:
+    path = folder.parent / "job.yaml"
+    path.write_text(json.dumps(job))  # JSON is YAML
+    return lf.train(lf.load_job(path), folder, progress=False)
+
+
+def _base(folder: Path, small: bool) -> Path:
+    """A random base, which both parts need on the disk: 16 GB of 8B."""
+    if small:
+        return Path("examples/base").absolute()
+    if not (folder / "base").exists():
+        write_base(folder / "base", SHAPES["8b"], SHAPES["8b"]["num_layers"])
+        for file in ("tokenizer.json", "tokenizer_config.json"):  # of a smaller vocabulary: enough for prompts
+            (folder / "base" / file).write_bytes((Path("examples/base") / file).read_bytes())
+    return folder / "base"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
