@@ -31,6 +31,7 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 NAMES_OF_JOBS = {
+    "rollouts.md": ["maths", "chat"],
     "objectives.md": ["chat", "helpful", "polite", "maths"],
     "data.md": ["law"],
     "sweeps.md": [f"law-rank{rank}-lr{lr}" for rank in (8, 32) for lr in ("1e-4", "3e-4", "1e-3")],

@@ -24,6 +24,7 @@ TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room
     {"config"},
     {"checkpoint"},
     {"data"},
+    {"rollout"},
     {"report"},
     {"planning"},
     {"session"},

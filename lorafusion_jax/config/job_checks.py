@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from lorafusion_jax.adapters.patterns import matches
@@ -14,8 +14,10 @@ from lorafusion_jax.config.chat_templates import NAMED, is_template
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.references import reference_of, unknown_reference
+from lorafusion_jax.config.rollout_section import estimator_of, missing_function
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean
 from lorafusion_jax.layout.layer import PATHS
+from lorafusion_jax.objective.choose import on_rollouts
 from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen
 from lorafusion_jax.optim.schedules import schedule
 from lorafusion_jax.optim.table import optimizer
@@ -167,6 +169,73 @@ def tokens_fit_objectives(valid: Sequence[tuple[Entry, schema.AdapterConfig]], s
         for entry, adapter in valid
         if DIVERGENCE in adapter.objective.chosen.needs and trains_tokens(adapter)
     ]
+
+
+def rollouts_fit(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
+    """Checks settings of adapters that sample their own rows."""
+    others = {adapter.name for _, adapter in valid}
+    folder = source.path.parent
+    return [
+        ConfigError(f"config.{keys[0]}", f"{adapter.name}: {wrong}", where=source.where((*entry.keys, *keys)), fix=fix)
+        for entry, adapter in valid
+        for keys, wrong, fix in (
+            *_rollout_problems(adapter, folder, others - {adapter.name}),
+            *_score_problems(adapter, folder),
+        )
+    ]
+
+
+def _score_problems(adapter: schema.AdapterConfig, folder: Path) -> Iterator[tuple[Keys, str, str]]:
+    """Yields key, problem and fix."""
+    if adapter.eval.score is None:
+        return
+    if adapter.data.eval is None:
+        yield ("eval", "score"), "eval.score needs held-out prompts.", "data.eval: FILE"
+    if wrong := missing_function(folder, adapter.eval.score):
+        yield ("eval", "score"), wrong, "FILE.py:function, with a path relative to the job file"
+
+
+def _rollout_problems(
+    adapter: schema.AdapterConfig, folder: Path, others: Collection[str]
+) -> Iterator[tuple[Keys, str, str]]:
+    """Yields key, problem and fix."""
+    rollout, chosen, fields = adapter.rollout, adapter.objective.chosen, type(adapter.rollout).model_fields
+    if not rollout.is_on:
+        written = [key for key in rollout.model_fields_set if getattr(rollout, key) != fields[key].default]
+        if written:
+            yield ("rollout",), f"rollout has {', '.join(sorted(written))}, but no reward.", "rollout.reward: exact"
+        return
+    if not chosen.objective.advantages:
+        message = f"objective {chosen.name} does not train on rewarded answers."
+        yield ("objective",), message, f"objective: one of {', '.join(on_rollouts())}"
+    group, samples, reserved = rollout.group, adapter.global_samples, rollout.reserved_tokens
+    if samples % group:
+        message = f"batch.global_samples={samples} counts answers, and rollout.group={group} does not divide it."
+        yield ("rollout", "group"), message, f"batch.global_samples: {_round_up(samples, group)}"
+    if group == 1 and (estimator := estimator_of(adapter)) not in ("global", "none"):
+        message = f"with rollout.group: 1 an answer has no others to be compared with, as advantages: {estimator} do."
+        yield ("rollout", "group"), message, "rollout.group: 8, or objective: reinforce"
+    if reserved >= adapter.data.max_length:
+        message = (
+            f"an answer may have {reserved} tokens, all turns together, and data.max_length={adapter.data.max_length} "
+            "leaves no room for a prompt."
+        )
+        yield ("rollout", "max_tokens"), message, "smaller rollout.max_tokens, or a larger data.max_length"
+    if (rollout.tool is None) != (rollout.turns == 1):
+        message = "turns above 1 need a tool, which speaks between them, and a tool needs turns above 1."
+        yield ("rollout", "turns"), message, "rollout: {tool: FILE.py:function, turns: 4}"
+    if chosen.compares and chosen.reference in others:
+        yield (
+            ("objective", "reference"),
+            "another adapter of the job is no reference of answers.",
+            ("objective.reference: base, start, or a PEFT folder"),
+        )
+    if isinstance(adapter.data.eval, float):
+        yield ("data", "eval"), "held-out prompts are a file of their own.", "data.eval: FILE"
+    functions = [reward.value for reward in rollout.reward if reward.kind == "function"]
+    for text in [*functions, *([] if rollout.tool is None else [rollout.tool])]:
+        if wrong := missing_function(folder, text):
+            yield ("rollout",), wrong, "FILE.py:function, with a path relative to the job file"
 
 
 def rate_groups_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:

@@ -28,6 +28,7 @@ def job_schema() -> dict[str, Any]:
     batch_keys["capacity_tokens"] = _or_auto(batch_keys["capacity_tokens"])
     shared["mesh"] = _or_auto(shared["mesh"])
     defaults = {key: _section(key, model, definitions, partial=True) for key, model in DEFAULTS.items()}
+    defaults["objective"] = {"anyOf": [{"type": "string"}, defaults["objective"]]}
     adapter_schema = AdapterConfig.model_json_schema()["properties"]
     singles = {key: _swept(adapter_schema[key]) if key in SWEPT else adapter_schema[key] for key in SINGLE_DEFAULTS}
     batch = {

@@ -10,6 +10,7 @@ from lorafusion_jax.adapters.table import unknown_kind
 from lorafusion_jax.config.base_file import model_of
 from lorafusion_jax.config.explain import unknown_key
 from lorafusion_jax.config.read import Keys, Source
+from lorafusion_jax.config.rollout_section import prompts_as_data
 from lorafusion_jax.config.sections import ADAPTER_KEYS, DEFAULTS, SINGLE_DEFAULTS
 from lorafusion_jax.errors import ConfigError, LoraFusionError
 from lorafusion_jax.families.model import ModelConfig
@@ -64,6 +65,13 @@ def merge_entries(source: Source, values: dict, errors: list[LoraFusionError]) -
             continue
         errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in written if key not in ADAPTER_KEYS]
         with_defaults = _with_start(_with_defaults(values, written), written, source, values.get("base"))
+        try:
+            with_defaults = prompts_as_data(with_defaults)
+        except ValueError as problem:
+            where = source.where((*keys, "rollout", "prompts"))
+            errors.append(
+                ConfigError("config.rollout", f"{written.get('name')}: data.train must be {problem}.", where=where)
+            )
         merged.append(Entry(keys=keys, written=written, values=with_defaults))
     return merged
 

@@ -13,13 +13,22 @@ from lorafusion_jax.errors import ConfigError
 
 def overridden(source: Source, overrides: Sequence[str], errors: list) -> tuple[Source, dict]:
     """Applies overrides to a copy of the file's values; the source records them."""
-    values, typed = copy.deepcopy(source.values), []
+    values, typed = with_named_objectives(copy.deepcopy(source.values)), []
     for override in overrides:
         try:
             typed.append((_override(values, override), override))
         except ConfigError as problem:
             errors.append(problem)
-    return dataclasses.replace(source, overrides=tuple(typed)), values
+    return dataclasses.replace(source, overrides=tuple(typed)), with_named_objectives(values)
+
+
+def with_named_objectives(values: dict) -> dict:
+    """Writes `objective: NAME` as a section, in place."""
+    entries = values.get("adapters")
+    for section in (values, *(entries if isinstance(entries, list) else ())):
+        if isinstance(section, dict) and isinstance(name := section.get("objective"), str):
+            section["objective"] = {"name": name}
+    return values
 
 
 def _override(values: dict, override: str) -> Keys:

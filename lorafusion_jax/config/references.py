@@ -69,5 +69,7 @@ def reference_sources(config: JobConfig) -> dict[str, str]:
 
 
 def adapters_with_references(config: JobConfig) -> list[str]:
-    """Returns the adapters whose objective needs a reference."""
-    return [adapter.name for adapter in config.adapters if adapter.objective.chosen.compares]
+    """Returns the adapters whose samples need a reference; that of rollouts is computed as they are drawn."""
+    return [
+        adapter.name for adapter in config.adapters if adapter.objective.chosen.compares and not adapter.rollout.is_on
+    ]

@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from lorafusion_jax.config.adapter_sections import DataSettings, LoraSettings, ObjectiveSettings, OptimSettings
+from lorafusion_jax.config.rollout_section import EvalSettings, RolloutSettings
 from lorafusion_jax.config.run_sections import (
     HELD_OUT_LOSS,
     BaseSettings,
@@ -32,6 +33,7 @@ __all__ = [
     "BatchSettings",
     "DataSettings",
     "EarlyStopSettings",
+    "EvalSettings",
     "Extension",
     "HalvingSettings",
     "JobConfig",
@@ -40,6 +42,7 @@ __all__ = [
     "ObjectiveSettings",
     "OptimSettings",
     "ReportSettings",
+    "RolloutSettings",
     "SaveSettings",
     "TrainSettings",
 ]
@@ -68,6 +71,8 @@ class AdapterConfig(Section):
     lora: LoraSettings = LoraSettings()
     optim: OptimSettings = OptimSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    eval: EvalSettings = EvalSettings()
     early_stop: EarlyStopSettings = EarlyStopSettings()
     global_samples: Count = 16
     epochs: Count = Field(default=1, description="passes over the adapter's data")

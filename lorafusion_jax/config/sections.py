@@ -20,6 +20,8 @@ DEFAULTS: dict[str, type[BaseModel]] = {  # shared defaults that every adapter m
     "lora": schema.LoraSettings,
     "optim": schema.OptimSettings,
     "objective": schema.ObjectiveSettings,
+    "rollout": schema.RolloutSettings,
+    "eval": schema.EvalSettings,
     "early_stop": schema.EarlyStopSettings,
 }
 SINGLE_DEFAULTS = ("epochs", "seed", "weight", "priority")

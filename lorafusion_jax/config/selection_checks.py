@@ -9,6 +9,7 @@ from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Source
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean
 
+REWARD, SCORE = "eval_reward", "eval_score"
 FIX_DATA = "data.eval: FILE, or a share of the training data, e.g. data.eval: 0.05"
 
 
@@ -30,7 +31,9 @@ def selection_errors(
 
 def metrics_of(adapter: schema.AdapterConfig) -> list[str]:
     """Names of the metrics that an evaluation of an adapter has."""
-    return [schema.HELD_OUT_LOSS, *(f"eval_{name}" for name in adapter.objective.chosen.objective.metrics)]
+    metrics = adapter.objective.chosen.objective.metrics
+    of_objective = [REWARD] if adapter.rollout.is_on else [f"eval_{name}" for name in metrics]
+    return [schema.HELD_OUT_LOSS, *of_objective, *([] if adapter.eval.score is None else [SCORE])]
 
 
 def _adapter_errors(

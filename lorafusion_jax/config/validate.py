@@ -16,6 +16,7 @@ from lorafusion_jax.config.job_checks import (
     names_differ,
     rate_groups_exist,
     references_exist,
+    rollouts_fit,
     targets_exist,
     tokens_fit_objectives,
     with_templates,
@@ -51,7 +52,7 @@ def validate_job(
         errors += mesh_fits(shared["mesh"], source)
     errors += names_differ(entries, source) + targets_exist(valid, source) + references_exist(valid, source)
     errors += rate_groups_exist(valid, source) + selection_errors(valid, shared["train"], source)
-    errors += tokens_fit_objectives(valid, source)
+    errors += tokens_fit_objectives(valid, source) + rollouts_fit(valid, source)
     adapters = with_templates(valid, source, errors)
     if not adapters or None in shared.values():
         return None

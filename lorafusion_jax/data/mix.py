@@ -48,13 +48,7 @@ class Mix:
         """How often the sample at each position occurred before; None if that is the number of the epoch."""
         if all(weight == 1 for weight in self.weights):
             return None
-        by_sample = np.argsort(order, kind="stable")
-        ordered = order[by_sample]
-        begins = np.flatnonzero(np.diff(ordered, prepend=-1))
-        counts = np.arange(len(order)) - np.repeat(begins, np.diff(begins, append=len(order)))
-        repeats = np.empty(len(order), np.int32)
-        repeats[by_sample] = counts
-        return repeats
+        return repeats_in(order)
 
     def _shares(self) -> list[tuple[np.ndarray, int, int]]:
         """(samples, times that each occurs, number of those that occur once more) of each part."""
@@ -65,3 +59,17 @@ class Mix:
                 wanted = max(1, round(weight * len(members)))
                 shares.append((members, *divmod(wanted, len(members))))
         return shares
+
+
+def repeats_in(order: np.ndarray) -> np.ndarray:
+    """How often the sample at each position occurred before.
+
+    >>> repeats_in(np.array([4, 2, 4, 4])).tolist()
+    [0, 0, 1, 2]
+    """
+    by_sample = np.argsort(order, kind="stable")
+    begins = np.flatnonzero(np.diff(order[by_sample], prepend=-1))
+    counts = np.arange(len(order)) - np.repeat(begins, np.diff(begins, append=len(order)))
+    repeats = np.empty(len(order), np.int32)
+    repeats[by_sample] = counts
+    return repeats

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.cache import token_cache
 from lorafusion_jax.data.hold_out import hold_out, repeated_samples
 from lorafusion_jax.data.join_sets import join_sources
-from lorafusion_jax.data.mix import Mix
+from lorafusion_jax.data.mix import Mix, repeats_in
 from lorafusion_jax.data.model_fit import model_problems, read_shape
+from lorafusion_jax.data.rollouts import PromptRow, RolloutData, load_prompts
 from lorafusion_jax.data.sources import expand_source, find_file
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
@@ -40,6 +42,7 @@ class AdapterData:
         weights: of each part of `train`.
         mixed_samples: samples of an epoch (None: all of `train`, once).
         repeats: how often the sample of a position occurred before; None where that is the number of the epoch.
+        rollout: where the adapter samples its rows; `train` then has room for the longest answers.
     """
 
     train: TokenizedSet
@@ -50,6 +53,7 @@ class AdapterData:
     weights: tuple[float, ...] = (1.0,)
     mixed_samples: int | None = None
     repeats: np.ndarray | None = None
+    rollout: RolloutData | None = None
 
     @property
     def epoch_samples(self) -> int:
@@ -76,7 +80,8 @@ class AdapterData:
     def digest(self) -> str:
         """Digest of the samples and their first order. Extensions are part of the adapter's settings instead."""
         first = self.order if self.first is None else self.first
-        return hashlib.sha256(self.train.digest.encode() + first.tobytes()).hexdigest()[:16]
+        prompts = "" if self.rollout is None else self.rollout.digest
+        return hashlib.sha256(f"{self.train.digest}{prompts}".encode() + first.tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +159,9 @@ def missing_files(config: JobConfig) -> list[LoraFusionError]:
 
 
 def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> AdapterData:
+    if adapter.rollout.is_on:
+        return _rollout_data(config, adapter, tokenizer)
+
     def load(source: str) -> TokenizedSet:
         return load_samples(
             source,
@@ -174,6 +182,23 @@ def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenize
     else:
         train, held_out = hold_out(train, wanted, adapter.name)
     return in_order(adapter, train, held_out, config.train.max_steps, weights)
+
+
+def _rollout_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> AdapterData:
+    tokenizer.require()
+    rollout, base_dir = RolloutData(prompts=[]), Path(config.directory)
+
+    def load_into(prompts: list[PromptRow], source: str) -> TokenizedSet:
+        samples, read = load_prompts(source, adapter, tokenizer, base_dir)
+        prompts += read
+        return samples
+
+    train, weights = load_sources(adapter.data.train, base_dir, partial(load_into, rollout.prompts))
+    held_out = None
+    if isinstance(adapter.data.eval, tuple):
+        held_out, _ = load_sources(adapter.data.eval, base_dir, partial(load_into, rollout.held_out))
+    ordered = in_order(adapter, train, held_out, config.train.max_steps, weights)
+    return dataclasses.replace(ordered, rollout=rollout)
 
 
 def load_sources(
@@ -255,6 +280,7 @@ def in_order(
     mix = Mix(parts=train.parts, num_samples=len(train), weights=weights, seed=adapter.seed)
     order = sample_order(adapter, mix, max_steps)
     first = sample_order(adapter.model_copy(update={"extended": ()}), mix, max_steps)
+    group = _group(adapter)
     return AdapterData(
         train=train,
         eval=held_out,
@@ -262,21 +288,28 @@ def in_order(
         first=first,
         cuts=tuple(extension.after for extension in adapter.extended),
         weights=weights,
-        mixed_samples=mix.epoch_samples,
-        repeats=mix.repeats(order),
+        mixed_samples=mix.epoch_samples * group,
+        repeats=mix.repeats(order) if group == 1 else repeats_in(order),
     )
+
+
+def _group(adapter: AdapterConfig) -> int:
+    """How many samples in a row are answers to one prompt."""
+    return adapter.rollout.group if adapter.rollout.is_on else 1
 
 
 def sample_order(adapter: AdapterConfig, mix: Mix, max_steps: int | None = None) -> np.ndarray:
     """Draws the adapter's stream of samples: `epochs` permutations, cut after `max_steps` global batches.
 
     The order depends only on the adapter's own seed and data, not on other adapters. An extended stream continues in
-    the same permutation, then in further ones.
+    the same permutation, then in further ones. Where an adapter samples its rows, a prompt is as many samples in a row
+    as it has answers.
 
     Raises:
         ConfigError: `config.too-many-samples`, before anything is drawn.
     """
-    num_samples = mix.epoch_samples
+    group = _group(adapter)
+    num_samples = mix.epoch_samples * group
     count = adapter.epochs * num_samples
     if max_steps is not None:
         count = min(count, max_steps * adapter.global_samples)
@@ -292,4 +325,4 @@ def sample_order(adapter: AdapterConfig, mix: Mix, max_steps: int | None = None)
             fix="fewer epochs, or train.max_steps",
         )
     drawn = range(-(-count // num_samples))
-    return np.concatenate([mix.epoch(epoch) for epoch in drawn])[:count]
+    return np.repeat(np.concatenate([mix.epoch(epoch) for epoch in drawn]), group)[:count]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -58,6 +59,15 @@ def known_heads() -> tuple[Head, ...]:
     return tuple(heads)
 
 
+def on_rollouts() -> list[str]:
+    """Names of the objectives that train on rewarded answers; those that do not load are left out."""
+    names: list[str] = []
+    for name in known_names(GROUP, OBJECTIVES):
+        with suppress(ConfigError):
+            names += [name] if objective(name).advantages else []
+    return names
+
+
 def choose(name: str, options: Mapping[str, Any], reference: str | None = None) -> Chosen:
     """Returns an objective with its settings.
 
@@ -92,6 +102,8 @@ def _as_written(type_of: Any, key: str, value: Any) -> Any:
     Args:
         type_of: type of the option.
     """
+    if NoneType in (members := get_args(type_of)) and value is not None and len(members) == 2:  # a number, or none
+        type_of = next(member for member in members if member is not NoneType)
     if type_of is bool and not isinstance(value, bool):
         raise _not_of_type("bool_type", key, value)
     if type_of in (int, float) and (isinstance(value, bool) or (isinstance(value, str) and "e" not in value.lower())):

@@ -167,6 +167,9 @@ class Objective:
         review: (numbers of all samples by name, options) → notes for the user; raises ValueError if the data cannot be
             used. A number is NaN in the samples of files without it.
         defaults: defaults of the job file for adapters with this objective, e.g. {"lora.dropout": 0.0}.
+        advantages: how rewards of rollouts become advantages, see `rollout.advantages`; empty: it cannot train on
+            rollouts.
+        reward_kl: options → factor of the divergence from the reference that is taken off the rewards of rollouts.
 
     Example:
         >>> from lorafusion_jax.objective.table import OBJECTIVES
@@ -195,6 +198,8 @@ class Objective:
     task: str = "CAUSAL_LM"
     review: Callable[[Mapping[str, Any], Any], Sequence[str]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    advantages: str = ""
+    reward_kl: Callable[[Any], float] | None = None
 
     def __post_init__(self) -> None:
         if (self.loss is None) != (self.mean_over == "tokens"):

@@ -109,9 +109,16 @@ def _plain(row: Row) -> str:
         return "failed"
     return (
         f"{row.step}/{row.num_steps}"
-        + (f" loss {row.loss:.3f}" if row.loss is not None else "")
+        + (f" {_result(row)}" if row.loss is not None else "")
         + (" done" if row.done else f" {row.stopped}" if row.stopped else "")
     )
+
+
+def _result(row: Row) -> str:
+    """What a step says of an adapter: its reward, whose loss is near 0 at every step, or else its loss."""
+    if (reward := row.metrics.get("reward")) is not None:
+        return f"reward {reward:.3f}"
+    return "" if row.loss is None else f"loss {row.loss:.3f}"
 
 
 def _cells(name: str, row: Row, speed: SlotDone | None) -> dict[str, str]:
@@ -120,7 +127,7 @@ def _cells(name: str, row: Row, speed: SlotDone | None) -> dict[str, str]:
     return {
         "steps": f"{exact(row.step)}/{exact(row.num_steps)}",
         "share": f"{100 * row.step / max(row.num_steps, 1):.0f} %",
-        "loss": "" if row.loss is None else f"loss {row.loss:.3f}",
+        "loss": _result(row),
         "metrics": "  ".join(f"{key} {value:.3g}" for key, value in row.metrics.items()),
         "gnorm": "" if row.grad_norm is None else f"gnorm {row.grad_norm:.2f}",
         "lr": "" if row.lr is None else f"lr {rate(row.lr)}",

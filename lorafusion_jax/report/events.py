@@ -206,15 +206,17 @@ class AdapterEvaluated(AdapterEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSampled(AdapterEvent):
-    """An adapter generated texts, see `train.samples`.
+    """An adapter generated texts, see `train.samples`; or the rows of a step, of which these are some.
 
     Attributes:
         prompts, texts: of each sample.
+        rewards: of each; empty where texts are not rewarded.
     """
 
     kind = "sample"
     prompts: Sequence[str]
     texts: Sequence[str]
+    rewards: Sequence[float | None] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ from lorafusion_jax.session.places import PlaceWriter
 from lorafusion_jax.session.reading import Reading, Times
 from lorafusion_jax.session.references import (
     ReferenceQueue,
+    RolloutReference,
 )  # fmt: skip
 from lorafusion_jax.session.snapshot import Snapshot, Snapshots
 from lorafusion_jax.session.spans import Spans
@@ -89,6 +90,7 @@ class OpenSession:
         self.steps = Steps(self.executor, self.tasks)
         self.loop = Loop(self.executor, self.steps, self.index)
         self.references = ReferenceQueue(self.executor)
+        self._rollout_references: dict[str, tuple[Sequence[AnyStage], RolloutReference]] = {}
         self._free_places = free_places
         self._arrange(config, stack_of(config) if stack is None else stack)
 

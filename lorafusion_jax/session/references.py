@@ -275,6 +275,60 @@ def open_passes(
     return passes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutReference:
+    """The reference of an adapter that samples its rows.
+
+    Attributes:
+        stages: that hold it, where `is_base` not those that train.
+    """
+
+    stages: Sequence[AnyStage]
+    is_base: bool
+
+    def pass_over(
+        self, config: JobConfig, samples: TokenizedSet, describe: Callable[[Microbatch], Microbatch]
+    ) -> SetPass:
+        """Returns the pass over a batch, in microbatches of one shape for all batches of its size.
+
+        Args:
+            config: with the adapter alone.
+            describe: of the stages that train.
+        """
+        name, most = config.adapters[0].name, num_segments(len(samples))
+        return SetPass(
+            adapter=name,
+            key="batch",
+            samples=samples,
+            slots=pack_set(config, name, samples),
+            shape=Shape(capacity_tokens=config.batch.largest, segments=most, adapters=1),
+            tile_tokens=config.batch.tile_tokens,
+            stages=self.stages,
+            position=BASE_ALONE if self.is_base else 0,
+            state=None,
+            describe=describe if self.is_base else _unchanged,
+        )
+
+
+def rollout_reference(config: JobConfig, stages: Sequence[AnyStage]) -> RolloutReference:
+    """Opens the reference of an adapter that samples its rows: the base, where it starts as the base, or a folder.
+
+    Args:
+        config: with the adapter alone.
+
+    Raises:
+        CheckpointError: as `reference_passes` has them.
+    """
+    (adapter,) = config.adapters
+    reference = reference_of(adapter, [adapter.name])
+    assert reference is not None
+    if reference.kind == "adapter" and adapter.lora.init_from is not None:
+        reference = ReferenceWeights("folder", adapter.lora.init_from)
+    if reference.kind != "folder":
+        return RolloutReference(stages=stages, is_base=True)
+    return RolloutReference(stages=_stages_of_folder(config, adapter, stages, reference), is_base=False)
+
+
 def run_passes(
     passes: Iterable[SetPass], executor: Executor, on_progress: Callable[[str], None] = lambda text: None
 ) -> Generator[None, None, dict[str, SetReferences]]:

@@ -8,12 +8,13 @@ slots of either: of a plan (`Batches`) or of windows (`WindowPlanner`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.references import reference_of
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.config.stack import stack_of
+from lorafusion_jax.config.stack import stack_of, without_places
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import EVAL
 from lorafusion_jax.data.tokenized_set import TokenizedSet
@@ -31,8 +32,10 @@ from lorafusion_jax.session.references import (
     BASE_ALONE,
     References,
     SetPass,
+    finish,
     open_passes,
     reference_passes,
+    rollout_reference,
 )  # fmt: skip
 from lorafusion_jax.session.release import release_unused
 from lorafusion_jax.session.state import read_adapter
@@ -350,6 +353,15 @@ class Session(OpenSession):
         with self.executor.blaming(None, None):
             passes = reference_passes(self.config, prepared, self.stages, names, self.executor.describe)
             return self.references.compute(passes, on_progress)
+
+    def reference_logprobs(self, name: str, samples: TokenizedSet) -> Any:
+        """Computes log p of the learned tokens of some samples, [T], under the reference of an adapter. Waits."""
+        config = without_places(self.config.model_copy(update={"adapters": (self.tasks[name].adapter,)}))
+        if self._rollout_references.get(name, ((), 0))[0] != self.stages:
+            self._rollout_references[name] = self.stages, rollout_reference(config, self.stages)
+        reference = self._rollout_references[name][1]
+        with self.executor.blaming(None, None):
+            return finish(reference.pass_over(config, samples, self.executor.describe).run(self.executor))
 
     def open_passes(
         self, new: JobConfig, prepared: Prepared, names: Sequence[str], weights: Mapping[int, Arrays]

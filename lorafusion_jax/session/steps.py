@@ -116,7 +116,7 @@ class Steps:
                 grad_norm=norm,
                 lr=float(task.source.hyper(issued.step).lr),
                 loss_tokens=task.source.num_loss_tokens(issued.step),
-                metrics=finished_metrics(task.chosen, metrics),
+                metrics={**finished_metrics(task.chosen, metrics), **task.source.metrics(issued.step)},
             )
         )
         self.hooks.on_step(task, issued.slots_done)
@@ -132,17 +132,18 @@ class Steps:
             self._executor.revive(task.name)
             task.source.end_step(issued.step, issued.result.grad_norm, refused=cause)
             return
-        task.clock.fail(f"{cause} at step {issued.step}, slot {issued.slots_done - 1}")
-        self.listener(
-            AdapterFailed(
-                slot=issued.slots_done,
-                adapter=task.name,
-                step=issued.step,
-                reason=task.reason,
-                kept_step=task.step,
-            )
-        )
-        self.hooks.on_end(task, issued.slots_done)
+        reason = f"{cause} at step {issued.step}, slot {issued.slots_done - 1}"
+        self._end_failed(task, reason, issued.step, issued.slots_done)
+
+    def fail(self, name: str, reason: str, slots_done: int) -> None:
+        """Ends an adapter with the weights of its last step, where no slot is in flight."""
+        task = self._tasks[name]
+        self._end_failed(task, reason, task.step + 1, slots_done)
+
+    def _end_failed(self, task: Task, reason: str, step: int, slots_done: int) -> None:
+        task.clock.fail(reason)
+        self.listener(AdapterFailed(slot=slots_done, adapter=task.name, step=step, reason=reason, kept_step=task.step))
+        self.hooks.on_end(task, slots_done)
 
     @property
     def _loss_not_finite(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -11,9 +11,17 @@ import numpy as np
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
-from lorafusion_jax.data.assemble import Piece, Weights, batch_loss_tokens, pieces_of, segment_weights
+from lorafusion_jax.data.assemble import (
+    Piece,
+    Weights,
+    batch_loss_tokens,
+    piece_of,
+    pieces_of,
+    sample_key,
+    segment_weights,
+)
 from lorafusion_jax.data.prepare import AdapterData, Prepared
-from lorafusion_jax.data.references import SetReferences, add_references, sets_of
+from lorafusion_jax.data.references import TRAIN, SetReferences, add_references, sets_of
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.schedules import learning_rates
@@ -151,6 +159,11 @@ class Source(Protocol):
         del step  # unused
         return 0
 
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """Returns what is known of the rows of a step besides the metrics of the objective."""
+        del step  # unused
+        return {}
+
     def reweight(self, weight: float) -> None:
         """Changes the share of the session relative to others."""
         ...
@@ -222,6 +235,45 @@ class Samples(Source):
 
 
 @dataclass(slots=True, kw_only=True)
+class Rollouts(Samples):
+    """The rows that an adapter samples itself, batch by batch: `RolloutData.batches` has those that are drawn."""
+
+    clock: AdapterProgress
+
+    @property
+    def sets(self) -> Mapping[str, TokenizedSet]:
+        return {TRAIN: self.data.train}  # with room for answers; held-out prompts are answered instead
+
+    def pieces(self, samples: Sequence[SampleRef], place: int) -> list[Piece]:
+        """Looks up rows.
+
+        Raises:
+            KeyError: their batch is not drawn. An adapter that has failed never draws it; its rows become padding.
+        """
+        if self.clock.status == "failed":
+            return pieces_of(samples, self.data, place, self.weights)
+        assert self.data.rollout is not None
+        starts, pieces = self.data.batch_starts(self.adapter.global_samples), []
+        for ref in samples:
+            drawn = self.data.rollout.batches[ref.batch].samples
+            weights = Weights(1.0, 1.0 / len(drawn), segment_weights(drawn))
+            key = sample_key(*self.data.sample_at(ref.sample))
+            pieces.append(piece_of(drawn, ref.sample - int(starts[ref.batch]), place, weights, key=key))
+        return pieces
+
+    def num_loss_tokens(self, step: int) -> int:
+        return int(self._metrics(step).get("loss_tokens", 0))
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        return {name: value for name, value in self._metrics(step).items() if name != "loss_tokens"}
+
+    def _metrics(self, step: int) -> Mapping[str, float]:
+        assert self.data.rollout is not None
+        batch = self.data.rollout.batches.get(step - 1)
+        return {} if batch is None else batch.metrics
+
+
+@dataclass(slots=True, kw_only=True)
 class Task:
     """One adapter of a session.
 
@@ -259,12 +311,15 @@ class Task:
             clock: its progress (None: it starts).
         """
         (adapter,), source = config.adapters, Samples.of(config, prepared)
+        clock = clock or AdapterProgress(name=adapter.name, num_steps=source.job.num_batches)
+        if source.data.rollout is not None:
+            source = Rollouts(**{entry.name: getattr(source, entry.name) for entry in fields(source)}, clock=clock)
         return cls(
             config=config,
             spec=adapter_spec(adapter, model_targets(config), tokenizer_file(config)),
             source=source,
             references=references,
-            clock=clock or AdapterProgress(name=adapter.name, num_steps=source.job.num_batches),
+            clock=clock,
         )
 
     @property

@@ -5,20 +5,33 @@ from __future__ import annotations
 import time
 
 from lorafusion_jax.config.schema import HELD_OUT_LOSS
-from lorafusion_jax.report.events import AdapterEvaluated, Listener, PhaseBegun
+from lorafusion_jax.config.selection_checks import REWARD, SCORE
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.report.events import AdapterEvaluated, CheckSkipped, Listener, PhaseBegun
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.text_samples import TextSamples
+from lorafusion_jax.training.rollouts import Rollouts
+from lorafusion_jax.training.scores import Scores
+from lorafusion_jax.training.text_samples import LiveGenerator, TextSamples
 
 
 class Evaluations:
     """Measures held-out losses and reports them to a listener."""
 
-    def __init__(self, job: Job, session: Session, listener: Listener):
+    def __init__(
+        self,
+        job: Job,
+        session: Session,
+        listener: Listener,
+        generator: LiveGenerator,
+        rollouts: Rollouts,
+        scores: Scores,
+    ):
         self._job, self._session, self._emit = job, session, listener
+        self._rollouts, self._scores = rollouts, scores
         self._measured: list[tuple[int, float]] = []  # loss tokens, seconds
-        self._samples = TextSamples(job, session, listener)
+        self._samples = TextSamples(job, session, listener, generator)
 
     @property
     def seconds(self) -> float:
@@ -35,12 +48,15 @@ class Evaluations:
         if self._job.prepared.adapters[name].eval is None:
             return None
         self._emit(PhaseBegun(text=f"evaluating {name}"))
+        score = self._score(name, step, slots_done)
+        if self._job.prepared.adapters[name].rollout is not None:
+            return self._reward(name, step, slots_done, score)
         began = time.perf_counter()
         with self._session.spans.pause(f"evaluating {name}"):
             evaluation = self._session.evaluate(name)
         assert evaluation is not None
         self._measured.append((evaluation.tokens, time.perf_counter() - began))
-        metrics = {f"eval_{key}": value for key, value in evaluation.metrics.items()}
+        metrics = {f"eval_{key}": value for key, value in evaluation.metrics.items()} | score
         self._emit(
             AdapterEvaluated(
                 slot=slots_done,
@@ -52,6 +68,33 @@ class Evaluations:
             )
         )
         return metrics | {HELD_OUT_LOSS: evaluation.loss}
+
+    def _score(self, name: str, step: int, slots_done: int) -> dict[str, float]:
+        """Scores answers to held-out prompts; empty without a function, or where it fails."""
+        try:
+            score = self._scores.score(name)
+        except LoraFusionError as problem:
+            text = f"{name}: it has no eval_score at step {step}: {problem.what}"
+            self._emit(CheckSkipped(slot=slots_done, text=text))
+            return {}
+        return {} if score is None else {SCORE: score}
+
+    def _reward(self, name: str, step: int, slots_done: int, score: dict[str, float]) -> dict[str, float] | None:
+        """Rewards answers to held-out prompts. The held-out loss is minus their mean reward."""
+        try:
+            with self._session.spans.pause(f"evaluating {name}"):
+                reward, tokens = self._rollouts.evaluate(name)
+        except LoraFusionError as problem:
+            text = f"{name}: its held-out prompts are not judged at step {step}: {problem.what}"
+            self._emit(CheckSkipped(slot=slots_done, text=text))
+            return None
+        metrics = {REWARD: reward} | score
+        self._emit(
+            AdapterEvaluated(
+                slot=slots_done, adapter=name, step=step, eval_loss=-reward, eval_tokens=tokens, metrics=metrics
+            )
+        )
+        return metrics | {HELD_OUT_LOSS: -reward}
 
     def expected_s(self, name: str) -> float | None:
         """Estimates by the fastest time per token so far, because the first evaluation compiles. None if unknown."""

@@ -34,6 +34,8 @@ class Hooks:
     keep_best: Callable[[str, int], None] = lambda name, slots_done: None
     add: Callable[[Sequence[str], int], None] = lambda names, slots_done: None
     before_slot: Callable[[int], None] = lambda slot: None
+    lacks_rows: Callable[[int], bool] = lambda slot: False
+    draw_rows: Callable[[int], None] = lambda slot: None
     finished: Callable[[], None] = lambda: None
     wants_revision: Callable[[], bool] = lambda: False
     revise: Callable[[], Sequence[Change] | None] = lambda: None

@@ -27,7 +27,7 @@ from lorafusion_jax.signals import deferred_stop
 from lorafusion_jax.training.changes import Change, apply, cap_slots
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.meter import COMPILING, EVALUATING, SAVING, Meter
+from lorafusion_jax.training.meter import COMPILING, EVALUATING, SAMPLING, SAVING, Meter
 from lorafusion_jax.training.selection import Selection
 from lorafusion_jax.training.state import Progress
 from scheduling import Plan, issue_order
@@ -115,7 +115,7 @@ class PlanRun:
         session.steps.listener = emit
         session.steps.hooks = StepHooks(is_urgent=self._is_urgent, on_step=self._evaluate_if_due, on_end=self._end)
         session.loop.hooks = SlotHooks(
-            must_pause=self._pause_due,
+            must_pause=lambda slot: self._pause_due(slot) or hooks.lacks_rows(slot),
             on_entry=hooks.before_slot,
             on_done=self._count_slots,
             on_read=self._log_progress,
@@ -201,7 +201,14 @@ class PlanRun:
 
     def _issue_until_pause(self, todo: list[schedule.Event]) -> list[schedule.Event]:
         """Issues events in order until a pause is due. Returns the events of slots that did not enter."""
-        return self._session.run(todo, self._job.plan.slots.__getitem__, self._tables.batches.of)
+        while True:
+            todo = self._session.run(todo, self._job.plan.slots.__getitem__, self._tables.batches.of)
+            if not todo or self._pause_due(todo[0].slot) or not self._hooks.lacks_rows(todo[0].slot):
+                return todo
+            self._session.drain()
+            self._progress.slot = todo[0].slot
+            with self._meter.paused(SAMPLING):
+                self._hooks.draw_rows(todo[0].slot)
 
     def _count_slots(self, slots: list[int]) -> None:
         self._meter.slots_done(slots)

@@ -11,7 +11,7 @@ import numpy as np
 
 WARM_UP = 5  # first slots are slower: they compile, fill caches and raise clocks
 WINDOW = 50
-EVALUATING, SAVING, COMPILING = "evaluating", "saving", "compiling"  # kinds of pauses
+EVALUATING, SAVING, COMPILING, SAMPLING = "evaluating", "saving", "compiling", "sampling"  # kinds of pauses
 
 
 class Meter:

@@ -47,8 +47,11 @@ from lorafusion_jax.training.references import (
     store_references,
 )
 from lorafusion_jax.training.revisions import Revisions
+from lorafusion_jax.training.rollouts import Rollouts
 from lorafusion_jax.training.saver import Saver
+from lorafusion_jax.training.scores import Scores
 from lorafusion_jax.training.state import Progress
+from lorafusion_jax.training.text_samples import LiveGenerator
 
 POLL_S = 0.1  # how often a run that waits at its end looks whether a stop is asked for
 
@@ -97,7 +100,10 @@ class Run:
         self._revisions = Revisions(
             job, folder, progress, self._recorded, session.lacks_memory, self._joining, self._listener
         )
-        self._evaluations = Evaluations(job, session, self._listener)
+        generator = LiveGenerator(job, session)
+        self._rollouts = Rollouts(job, session, progress, folder.path / "rollouts", self._listener, generator)
+        self._scores = Scores(job, session, folder.path / "rollouts", generator)
+        self._evaluations = Evaluations(job, session, self._listener, generator, self._rollouts, self._scores)
         self._queue = BackgroundQueue("writer")
         writer = AdapterWriter(job, folder, progress)
         self._exports = ExportQueue(writer, session, listener, self._queue)
@@ -125,6 +131,8 @@ class Run:
                 self._finish_caching(asked)
             finally:
                 self._joining.close()
+                self._rollouts.close()
+                self._scores.close()
                 self._queue.close()
                 self._write_timeline()
             result = RunResult(
@@ -144,7 +152,9 @@ class Run:
 
     def _make_loop(self) -> PlanRun:
         hooks = Hooks(
-            save=lambda wait: self._saver.save(self._progress, wait=wait),
+            save=self._save,
+            lacks_rows=self._rollouts.due,
+            draw_rows=self._rollouts.draw,
             evaluate=self._evaluations.evaluate,
             finish=self._export,
             keep_best=self._export_best,
@@ -164,6 +174,10 @@ class Run:
             hooks,
             changes=[change for change in self._recorded if change.slot >= self._progress.slot],
         )
+
+    def _save(self, wait: bool) -> None:
+        self._saver.save(self._progress, wait=wait)
+        self._rollouts.saved()
 
     @contextmanager
     def _joining_spans(self) -> Iterator[None]:

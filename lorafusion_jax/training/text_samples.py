@@ -19,6 +19,27 @@ from lorafusion_jax.training.job import Job
 FIRST_TOKENS = 16  # of a sample that is learned from its first token on
 
 
+class LiveGenerator:
+    """The generator on a session's stages, with the weights that adapters have at each call."""
+
+    def __init__(self, job: Job, session: Session):
+        self._job, self._session = job, session
+        self._made: tuple[object, TokenGenerator] | None = None
+
+    def __call__(self) -> TokenGenerator:
+        """Returns the generator on the stages as they are: adapters that join replace them."""
+        stages = self._session.stages
+        if self._made is None or self._made[0] is not stages:
+            tokenizer = self._job.prepared.tokenizer
+            tokenizers = [tokenizer_of(adapter, tokenizer) for adapter in self._job.config.adapters]
+            stops = list(
+                dict.fromkeys(number for adapter_tokenizer in tokenizers for number in adapter_tokenizer.stop_ids)
+            )
+            local = list(self._session.executor.local_stages.values())
+            self._made = stages, TokenGenerator(local, tokenizer, stops)
+        return self._made[1]
+
+
 class TextSamples:
     """Generates the texts of `train.samples` and reports them to a listener.
 
@@ -26,10 +47,9 @@ class TextSamples:
         ConfigError: `train.samples`, the run has several processes.
     """
 
-    def __init__(self, job: Job, session: Session, listener: Listener):
-        self._job, self._session, self._emit = job, session, listener
+    def __init__(self, job: Job, session: Session, listener: Listener, generator: LiveGenerator):
+        self._job, self._session, self._emit, self._generator = job, session, listener, generator
         self._settings = job.config.train
-        self._generator: tuple[object, TokenGenerator] | None = None
         if not self._settings.samples:
             return
         if jax.process_count() > 1:
@@ -46,7 +66,7 @@ class TextSamples:
         sampling = Sampling(max_tokens=self._settings.sample_tokens)
         requests = [Request(tokens=tokens, adapter=adapter, sampling=sampling) for _, tokens in prompts]
         with self._session.executor.blaming(None, None, [name]):
-            generator = self._tokens()
+            generator = self._generator()
             answers = generator(requests)
         self._emit(
             AdapterSampled(
@@ -58,21 +78,6 @@ class TextSamples:
             )
         )
 
-    def _tokens(self) -> TokenGenerator:
-        """The generator on the session's stages, which adapters that join replace."""
-        stages = self._session.stages
-        if self._generator is None or self._generator[0] is not stages:
-            tokenizer = self._job.prepared.tokenizer
-            tokenizers = [tokenizer_of(adapter, tokenizer) for adapter in self._job.config.adapters]
-            stops = list(
-                dict.fromkeys(number for adapter_tokenizer in tokenizers for number in adapter_tokenizer.stop_ids)
-            )
-            self._generator = (
-                stages,
-                TokenGenerator(list(self._session.executor.local_stages.values()), tokenizer, stops),
-            )
-        return self._generator[1]
-
     def _prompts(self, name: str) -> list[tuple[str, list[int]]]:
         """The prompts of an adapter that fit into the model's positions, as texts and tokens."""
         asked = self._settings.samples
@@ -81,13 +86,13 @@ class TextSamples:
             prompts = [(text, prompt_tokens(text, tokenizer)) for text in asked]
         else:
             held_out = self._job.prepared.adapters[name].eval
-            tokens = [] if held_out is None else [_prompt_of(held_out, n) for n in range(min(asked, len(held_out)))]
+            tokens = [] if held_out is None else [prompt_of(held_out, n) for n in range(min(asked, len(held_out)))]
             prompts = [(tokenizer.text(prompt), prompt) for prompt in tokens]
         most = self._session.stages[0].parts.model.positions
         return [(text, tokens) for text, tokens in prompts if 0 < len(tokens) < most]
 
 
-def _prompt_of(samples: TokenizedSet, index: int) -> list[int]:
+def prompt_of(samples: TokenizedSet, index: int) -> list[int]:
     """The tokens of a sample before the first one that is learned."""
     start, stop = samples.offsets[index : index + 2]
     learned = np.flatnonzero(samples.loss_mask[start:stop])

@@ -191,6 +191,8 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "objective.reference: a folder or an adapter": adapter.objective.reference not in (None, BASE, START),
         "lora.init_from (use init_from of the service)": adapter.lora.init_from is not None,
         "early_stop.patience": adapter.early_stop.patience is not None,
+        "rollout": adapter.rollout.is_on,
+        "eval.score": adapter.eval.score is not None,
         "halving": config.halving.first_step is not None,
         "data.train: a list": len(adapter.data.train) > 1 or any(source.weight != 1 for source in adapter.data.train),
         "data.eval: a list": len(held_out) > 1,

@@ -33,6 +33,8 @@ NOT_SERVED = {  # keys of a job file that a place of a live session does not hav
     "lora.trainable_tokens": "a place has no rows of the embedding",
     "early_stop": "a job of a service trains all its steps, until it is cancelled",
     "halving": "jobs of a service do not know of each other",
+    "rollout": "a live session samples for clients of the training API only, and runs no functions of users",
+    "eval": "a service runs no functions of users",
 }
 
 

@@ -1,0 +1,1 @@
+"""Rewards of sampled answers and their advantages. Never imports jax."""

@@ -1,0 +1,127 @@
+"""A batch of answers as it was drawn and rewarded: in files of a run, and as samples of its step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lorafusion_jax.config.rollout_section import estimator_of
+from lorafusion_jax.config.schema import AdapterConfig
+from lorafusion_jax.data.rollouts import PromptRow, RolloutBatch, Sampled, samples_of
+from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet
+from lorafusion_jax.objective.policy import OLD
+from lorafusion_jax.rollout.advantages import advantages_of
+
+
+@dataclass(slots=True, kw_only=True)
+class Turns:
+    """What was drawn after one prompt.
+
+    Attributes:
+        tokens, learned, logprobs: as of `data.rollouts.Sampled`.
+        texts: of the answers, one a turn.
+        ended: whether the last answer ended itself, rather than by a limit.
+        reward: None: no reward judges it.
+        reference: log p of each token under the reference, 0 for those of the tool; empty without one.
+    """
+
+    tokens: list[int]
+    learned: list[bool]
+    logprobs: list[float]
+    texts: list[str]
+    ended: bool = False
+    reward: float | None = None
+    reference: list[float]
+
+    @classmethod
+    def empty(cls) -> Turns:
+        return cls(tokens=[], learned=[], logprobs=[], texts=[], reference=[])
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        """Adds tokens; those of a tool have no log-probabilities."""
+        self.tokens += tokens
+        self.learned += [logprobs is not None] * len(tokens)
+        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+
+    @property
+    def sampled(self) -> Sampled:
+        return Sampled(tokens=self.tokens, learned=self.learned, logprobs=self.logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A global batch of an adapter.
+
+    Attributes:
+        batch: its number, from 0.
+        lag: steps that the adapter takes between drawing and training it.
+        answers: in the order of the adapter's stream.
+    """
+
+    adapter: str
+    batch: int
+    lag: int
+    answers: list[Turns]
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.adapter, self.batch, self.lag
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Drawn:
+        """Inverse of `row`.
+
+        Raises:
+            TypeError, KeyError: it is none.
+        """
+        return cls(**{**row, "answers": [Turns(**answer) for answer in row["answers"]]})
+
+    def samples(self, prompts: Sequence[PromptRow], report: DataReport) -> TokenizedSet:
+        """Returns the batch without advantages."""
+        sampled = [answer.sampled for answer in self.answers]
+        return samples_of(prompts, sampled, np.zeros(len(sampled)), report)
+
+    def take_reference(self, samples: TokenizedSet, logprobs_T: np.ndarray) -> None:
+        """Notes what the reference says of the samples."""
+        for answer, end in zip(self.answers, samples.offsets[1:].tolist(), strict=True):
+            answer.reference = logprobs_T[end - len(answer.tokens) : end].tolist()
+
+    def to_batch(self, adapter: AdapterConfig, prompts: Sequence[PromptRow], report: DataReport) -> RolloutBatch:
+        """Returns the samples with their advantages, and the metrics of the step."""
+        objective, options = adapter.objective.chosen.objective, adapter.objective.chosen.options
+        rewards = np.array([math.nan if answer.reward is None else answer.reward for answer in self.answers])
+        penalised, samples = rewards, self.samples(prompts, report)
+        reference = _reference(samples, self.answers)
+        if reference is not None and objective.reward_kl is not None:
+            kl = samples.sum_segments(np.where(samples.loss_mask, samples.values[OLD] - reference, 0.0))[:, 0]
+            penalised = rewards - objective.reward_kl(options) * kl
+        advantages = advantages_of(penalised.reshape(-1, adapter.rollout.group), estimator_of(adapter)).reshape(-1)
+        samples = samples_of(prompts, [answer.sampled for answer in self.answers], advantages, report)
+        judged = rewards[~np.isnan(rewards)]
+        return RolloutBatch(
+            samples=replace(samples, reference=reference),
+            metrics={
+                "reward": float(judged.mean()) if len(judged) else math.nan,
+                "reward_std": float(judged.std()) if len(judged) else math.nan,
+                "lag": float(self.lag),
+                "answer_tokens": float(np.mean([sum(answer.learned) for answer in self.answers])),
+                "cut_answers": float(np.mean([not answer.ended for answer in self.answers])),
+                "loss_tokens": float(samples.loss_mask.sum()),
+            },
+        )
+
+
+def _reference(samples: TokenizedSet, answers: Sequence[Turns]) -> np.ndarray | None:
+    if not answers[0].reference:
+        return None
+    reference = np.zeros(len(samples.tokens), np.float32)
+    for answer, end in zip(answers, samples.offsets[1:].tolist(), strict=True):
+        reference[end - len(answer.tokens) : end] = answer.reference
+    return reference

@@ -1,0 +1,142 @@
+"""Calls functions of users in a process of their own, with limits of time, memory and disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.config.rollout_section import LimitSettings
+from lorafusion_jax.errors import RunError
+
+LOOK_S = 0.1  # between two looks at the folder and the clock
+LARGEST_LINE = 256 << 20
+
+
+class Functions:
+    """The functions of one adapter. The process starts at the first call, and again after one that was ended.
+
+    Args:
+        folder: of relative paths.
+        log: takes what the functions print (None: nothing does).
+    """
+
+    def __init__(self, settings: LimitSettings, folder: Path, log: Path | None = None):
+        self._settings, self._folder, self._log = settings, folder.absolute(), log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: str | None = None
+
+    def call(self, kind: str, value: str, arguments: Mapping[str, Any]) -> Any:
+        """Runs a call of `rollout.child` and returns its result.
+
+        Args:
+            kind: function, tool, match or url.
+            value: FILE.py:function, regular expression, or address.
+
+        Raises:
+            RunError: `rollout.function`, it failed, or needed more than it may.
+        """
+        path = str(self._folder / value) if kind in ("function", "tool") else value
+        timeout_s = self._settings.timeout_s
+        call = {"kind": kind, "value": path, "timeout_s": timeout_s, **arguments}
+        deadline = time.monotonic() + timeout_s
+        process = self._started()
+        sending = threading.Thread(target=_send, args=(process, json.dumps(call, default=str)), daemon=True)
+        sending.start()
+        line, why = self._receive(process, deadline)
+        if why:
+            self.close()
+            fix = "look at what it does, or raise timeout_s, memory_gb or disk_mb"
+            raise RunError("rollout.function", f"{value} {why}.", fix=fix)
+        sending.join()
+        answer = json.loads(line)
+        if "error" in answer:
+            message = f"{value} failed: {answer['error']}."
+            if "MemoryError" in answer["error"]:
+                self.close()
+            raise RunError("rollout.function", message, fix=f"mend it, and resume; it prints to {self._log}")
+        return answer["value"]
+
+    def close(self) -> None:
+        """Ends the process and deletes its folder."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                with suppress(OSError):
+                    assert pipe is not None
+                    pipe.close()
+            self._process = None
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.close()
+        self._scratch = tempfile.mkdtemp(prefix="lorafusion-functions-")
+        limits = [int(self._settings.memory_gb * 2**30), self._disk_bytes]
+        with Path(os.devnull if self._log is None else self._log).open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lorafusion_jax.rollout.child", *map(str, limits)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=self._scratch,
+                start_new_session=True,  # what it starts ends with it
+            )
+        return self._process
+
+    @property
+    def _disk_bytes(self) -> int:
+        return int(self._settings.disk_mb * 2**20)
+
+    def _receive(self, process: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, str]:
+        """Returns the line that comes back, or why the process has to end."""
+        assert process.stdout is not None
+        assert self._scratch is not None
+        received = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not received.endswith(b"\n"):
+                if selector.select(LOOK_S):
+                    if not (block := os.read(process.stdout.fileno(), 1 << 16)):
+                        return b"", f"ended its process with code {process.wait()}"
+                    received += block
+                if len(received) > LARGEST_LINE:
+                    return b"", f"returned more than {LARGEST_LINE} bytes"
+                if written_bytes(Path(self._scratch)) > self._disk_bytes:
+                    return b"", f"wrote more than disk_mb={self._settings.disk_mb:g} into its folder"
+                if time.monotonic() > deadline:
+                    return b"", f"took longer than timeout_s={self._settings.timeout_s:g}"
+        return bytes(received), ""
+
+
+def written_bytes(folder: Path) -> int:
+    """Counts the bytes of all files of a folder that may change meanwhile."""
+    total = 0
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            with suppress(OSError):
+                total += (Path(parent) / file).lstat().st_size
+    return total
+
+
+def _send(process: subprocess.Popen[bytes], line: str) -> None:
+    assert process.stdin is not None
+    with suppress(OSError, ValueError):  # the process has ended, which its output says
+        process.stdin.write(f"{line}\n".encode())
+        process.stdin.flush()

@@ -1,0 +1,71 @@
+"""Settings of adapters that sample their own rows: what is refused, and how."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lorafusion_jax.config import load_config
+from lorafusion_jax.errors import LoraFusionError
+
+ROLLOUT = {"prompts": "prompts.jsonl", "reward": "exact", "group": 4, "max_tokens": 8}
+
+
+@pytest.fixture
+def load(tmp_path):
+    (tmp_path / "score.py").write_text("from math import fsum\n\ndef short(completions): ...\n")
+    (tmp_path / "broken.py").write_text("def short(:\n")
+
+    def load(rollout=None, **adapter):
+        entry = {"name": "rl", "objective": "grpo", "rollout": ROLLOUT | (rollout or {})} | adapter
+        job = {"base": {"model": "base"}, "data": {"max_length": 64}, "batch": {"capacity_tokens": 128}}
+        (tmp_path / "job.yaml").write_text(json.dumps(job | {"adapters": [entry]}))
+        return load_config(tmp_path / "job.yaml").adapters[0]
+
+    return load
+
+
+def test_a_job_names_its_objective_by_a_text_and_its_prompts_once(load):
+    adapter = load()
+    assert (adapter.objective.name, adapter.lora.dropout, adapter.optim.lr) == ("grpo", 0.0, 1e-5)
+    assert adapter.data.train == adapter.rollout.prompts
+    assert load(data={"train": "prompts.jsonl"}).data.train == adapter.data.train
+    rewards = load({"reward": ["exact", "score.py:short", {"match": "^a", "weight": 2}]}).rollout.reward
+    assert [str(reward) for reward in rewards] == ["exact answer", "function score.py:short", "match ^a"]
+    assert load({"reward": "score.py:fsum"})  # imported there
+
+
+@pytest.mark.parametrize(
+    ("rollout", "adapter", "says"),
+    [
+        ({}, {"objective": "sft"}, "does not train on rewarded answers"),
+        ({}, {"data": {"train": "other.jsonl"}}, "the same rows as rollout.prompts"),
+        ({"reward": None}, {}, "but no reward"),
+        ({"reward": []}, {}, "1 to 16"),
+        ({"reward": {"match": "("}}, {}, "a regular expression"),
+        ({"reward": {"url": "ftp://x"}}, {}, "http://"),
+        ({"reward": {"exact": "answer", "match": "a"}}, {}, "with one of"),
+        ({"reward": {"exact": "answer", "weight": 0}}, {}, "a weight that is not 0"),
+        ({"reward": {"exact": "answer", "weight": True}}, {}, "a number"),
+        ({"reward": "score.py"}, {}, "FILE.py:function"),
+        ({"reward": "score.py:shrot"}, {}, "short"),
+        ({"reward": "gone.py:short"}, {}, "there is no file"),
+        ({"reward": "broken.py:short"}, {}, "cannot be read"),
+        ({"group": 5}, {}, "does not divide"),
+        ({"group": 1}, {}, "has no others"),
+        ({"max_tokens": 64}, {}, "no room for a prompt"),
+        ({"turns": 2}, {}, "need a tool"),
+        ({"tool": "score.py:short"}, {}, "need a tool"),
+        ({"temperature": 0}, {}, "more than 0"),
+        ({"lag": True}, {}, "whole number"),
+        ({"advantages": "leave-one-out"}, {}, "leave_one_out"),
+        ({}, {"data": {"eval": 0.1}}, "file of their own"),
+        ({}, {"eval": {"score": "score.py:short"}}, "held-out prompts"),
+        ({"groups": 4}, {}, "group"),
+    ],
+)
+def test_what_cannot_be_is_named(load, rollout, adapter, says):
+    with pytest.raises(LoraFusionError) as raised:
+        load(rollout, **adapter)
+    assert says in str(raised.value)

@@ -1,0 +1,184 @@
+"""Adapters that sample their own rows: beside others, alone, after a kill, and with rewards that fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from small_jobs import exported, largest_difference, write_job, write_rows
+
+import lorafusion_jax as lf
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.report.events import SlotDone
+
+REWARDS = """
+def letters(prompts, completions, bonus):
+    return [(sum(c.islower() for c in text) + more) / (len(text) + 1) for text, more in zip(completions, bonus)]
+
+def echo(row, turns):
+    return f"{row['prompt']} {len(turns)}" if turns[-1] else None
+
+def broken_later(completions, bonus):
+    if LAST in bonus:
+        raise ValueError("no judge today")
+    return [float(len(text)) for text in completions]
+"""
+KILLED_AT = 9  # after the save at slot 6, in the middle of a batch of grpo
+ROLLOUT = {"prompts": "prompts.jsonl", "group": 4, "max_tokens": 6}
+ADAPTERS = [
+    {"name": "sft", "data": {"train": "law.jsonl"}, "batch": {"global_samples": 4}, "lora": {"rank": 4}, "epochs": 2},
+    {
+        "name": "grpo",
+        "objective": "grpo",
+        "rollout": ROLLOUT | {"reward": "rewards.py:letters"},
+        "data": {"eval": "prompts.jsonl"},
+        "eval": {"score": "rewards.py:letters", "max_tokens": 6},
+        "batch": {"global_samples": 12},
+        "lora": {"rank": 4},
+        "optim": {"lr": 0.01},
+        "epochs": 2,
+    },
+    {
+        "name": "rloo",
+        "objective": {"name": "rloo", "beta": 0.1},
+        "rollout": ROLLOUT
+        | {"reward": {"match": "[aeiou]"}, "lag": 1, "turns": 2, "tool": "rewards.py:echo", "tool_tokens": 24},
+        "data": {"max_length": 64},
+        "batch": {"global_samples": 12},
+        "lora": {"rank": 4},
+        "optim": {"lr": 0.01},
+        "epochs": 2,
+    },
+]
+BROKEN = {"name": "broken", "rollout": ROLLOUT | {"reward": "rewards.py:broken_later"}, "data": {}, "eval": {}}
+ADAPTERS.append(ADAPTERS[1] | BROKEN)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rollouts")
+    write_rows(folder, "law", 8, longest=10)
+    rows = [{"prompt": f"say {word}", "bonus": number} for number, word in enumerate(("one", "two", "three", "four"))]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    last = np.random.default_rng((0, 0)).permutation(len(rows))[-1]  # the only prompt that the first step lacks
+    (folder / "rewards.py").write_text(f"LAST = {last}\n{REWARDS}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(folder, tiny_base, kept_programs):
+    """train(name, adapters) → the run."""
+
+    def train(name: str, adapters: list[dict], **arguments) -> lf.Run:
+        sections = {"batch": {"capacity_tokens": 128, "tile_tokens": 16}, "data": {"max_length": 32}}
+        job = write_job(folder, tiny_base, adapters, save={"every_steps": 2}, **sections)
+        return lf.train(lf.load_job(job), folder / name, **{"progress": False, **arguments})
+
+    train.folder = folder
+    return train
+
+
+@pytest.fixture(scope="module")
+def together(train):
+    return train("together", ADAPTERS)
+
+
+def steps_of(run: lf.Run, name: str) -> list[dict]:
+    rows = [row for row in read_rows(run.folder / "metrics.jsonl") if row["kind"] == "step" and row["adapter"] == name]
+    return [{key: value for key, value in row.items() if key not in ("time", "crc", "slot")} for row in rows]
+
+
+def test_adapters_train_on_what_they_sample_beside_others(together):
+    plan = RunFolder(together.folder).read_plan()
+    shared = [{ref.adapter for ref in slot.samples} for slot in plan.slots]
+    assert {"sft", "grpo"} <= set[str]().union(*(names for names in shared if len(names) > 1)), shared
+    for name in ("grpo", "rloo"):
+        steps = steps_of(together, name)
+        assert len(steps) == 3
+        assert all(0 <= row["reward"] <= 2 for row in steps)
+    on_policy = steps_of(together, "grpo")
+    assert all(row["lag"] == 0 for row in on_policy)
+    assert max(abs(row["ratio"] - 1) for row in on_policy) < 1e-5  # the sampler's log p is the trainer's
+    lags = [row["lag"] for row in steps_of(together, "rloo")]
+    assert set(lags) <= {0, 1}
+    assert any(row["kl"] != 0 for row in steps_of(together, "rloo"))
+
+
+def test_a_tool_speaks_between_the_answers(together):
+    folder = sorted((together.folder / "rollouts").glob("*.json"))[0]
+    (rloo,) = [batch for batch in json.loads(folder.read_text()) if batch["adapter"] == "rloo"]
+    for answer in rloo["answers"]:
+        assert len(answer["texts"]) == 2
+        said = [token for token, learned in zip(answer["tokens"], answer["learned"], strict=True) if not learned]
+        assert said
+        assert all(p <= 0 for p in answer["logprobs"])
+        assert {p for p, learned in zip(answer["logprobs"], answer["learned"], strict=True) if not learned} == {0.0}
+
+
+def test_held_out_prompts_are_rewarded_and_scored(together):
+    rows = [row for row in read_rows(together.folder / "metrics.jsonl") if row["kind"] == "eval"]
+    assert [row["step"] for row in rows] == [0, 3]
+    for row in rows:
+        assert row["adapter"] == "grpo"
+        assert row["eval_loss"] == -row["eval_reward"]
+        assert row["eval_score"] == row["eval_reward"]  # the same function of the same answers
+
+
+def test_together_is_as_alone(together, train):
+    alone = train("alone", ADAPTERS[1:2])
+    assert largest_difference(exported(alone.folder, "grpo"), exported(together.folder, "grpo")) <= 1e-5
+    rewards = [[row["reward"] for row in steps_of(run, "grpo")] for run in (alone, together)]
+    assert rewards[0] == rewards[1]
+
+
+def test_an_adapter_whose_reward_fails_stops_alone(together):
+    broken = together.adapters["broken"]
+    assert broken["status"] == "failed"
+    assert broken["step"] == 1
+    (event,) = [row for row in read_rows(together.folder / "events.jsonl") if row["kind"] == "adapter-failed"]
+    assert "rewards.py:broken_later failed: ValueError: no judge today, line 11 of rewards.py" in event["reason"]
+    assert exported(together.folder, "broken")  # its first step
+    assert together.adapters["grpo"]["status"] == together.adapters["sft"]["status"] == "done"
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def killed(train):
+    """The folder of a run that ended in the middle of a batch, without a save at its end."""
+
+    def kill(event):
+        if isinstance(event, SlotDone) and event.slot >= KILLED_AT:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train("killed", ADAPTERS, progress=kill)
+    return train.folder / "killed"
+
+
+def test_a_killed_run_goes_on_bitwise(together, killed, tmp_path):
+    resumed = lf.resume(shutil.copytree(killed, tmp_path / "run", symlinks=True), progress=False)
+    for name in ("sft", "grpo", "rloo"):
+        whole, again = exported(together.folder, name), exported(resumed.folder, name)
+        assert all((whole[key] == again[key]).all() for key in whole)
+        assert steps_of(together, name) == steps_of(resumed, name)
+
+
+def test_answers_that_are_gone_are_not_drawn_again_in_the_middle_of_a_batch(killed, tmp_path):
+    folder = shutil.copytree(killed, tmp_path / "run", symlinks=True)
+    shutil.rmtree(folder / "rollouts")
+    with pytest.raises(lf.LoraFusionError, match=r"rollout\.missing"):
+        lf.resume(folder, progress=False)
+
+
+def test_the_report_shows_answers(together, tmp_path):
+    page = together.report().save(tmp_path / "page.html").read_text()
+    data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])
+    grpo = next(adapter for adapter in data["adapters"] if adapter["name"] == "grpo")
+    assert grpo["texts"]
+    assert "reward" in json.dumps(grpo)
