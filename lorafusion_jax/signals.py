@@ -1,4 +1,5 @@
-"""SIGINT and SIGTERM: none is lost, the first is acknowledged at once, the second ends the process.
+"""SIGINT and SIGTERM: none is lost, the first is acknowledged at once, the second ends the process, or the third while
+the state is saved.
 
 Python calls handlers between two bytecodes of the main thread: not while XLA compiles, and it prints and drops what a
 handler raises inside a finalizer or a garbage collector's callback, such as jax's, which would end half-way. So nothing
@@ -15,8 +16,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -25,6 +26,8 @@ GRACE_S = 2.0  # so long a process may take to end by itself after the second si
 FIRST = "stopping; a second signal stops at once"
 FIRST_WHILE_TRAINING = "stopping: what is under way is finished and the state saved; a second signal stops at once"
 SECOND = "stopping at once"
+SECOND_WHILE_SAVING = "the state is being saved, then it stops; a third signal stops at once, without it"
+SHOW_CURSOR = b"\x1b[?25h\n"  # a process that ends at once leaves its live view as it is
 
 
 class StopSignals:
@@ -34,20 +37,25 @@ class StopSignals:
         asked: set by the first signal, and for good.
         watched: this is a process of the command line, which keeps the handler to its end.
         ending: the process is about to end; signals raise nothing more.
+        show: shows a text instead of standard error: a live view paints over what is written below it.
+        last_words: what a process says that has to be ended.
     """
 
     def __init__(self) -> None:
         self.asked = threading.Event()
-        self._deferring = 0
+        self._deferring = self._saving = self._calls = 0
+        self.show: Callable[[str], None] | None = None
+        self.last_words = ""
         self.watched = self.ending = False
         self._reported, self._reporting = 0, threading.RLock()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        first = not self.asked.is_set()
+        self._calls += 1
+        waits = (self._deferring and self._calls == 1) or (self._saving and self._calls == 2)
         self.asked.set()
         if self.watched:  # the process may end before the thread has its turn
-            self._report(1 if first else 2)
-        if not (self.ending or (self._deferring and first) or _in_callback(frame)):
+            self._report(self._calls)
+        if not (self.ending or waits or _in_callback(frame)):
             raise KeyboardInterrupt
 
     @contextmanager
@@ -58,6 +66,15 @@ class StopSignals:
             yield self.asked
         finally:
             self._deferring -= 1
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """In the body the second signal waits, too."""
+        self._saving += 1
+        try:
+            yield
+        finally:
+            self._saving -= 1
 
     def raise_again(self) -> None:
         """Raises KeyboardInterrupt if a signal came, and nothing while signals are deferred."""
@@ -76,21 +93,29 @@ class StopSignals:
 
     def _acknowledge(self, reader: socket.socket, writer: socket.socket) -> None:
         del writer  # the socket must live as long as this thread
-        count = 0
-        while count < 2:
+        count, ends = 0, False
+        while not ends:
             for number in reader.recv(1):
                 if number in NUMBERS:
                     count += 1
+                    ends = count > 2 or (count == 2 and not self._saving)
                     self._report(count)
         time.sleep(GRACE_S)
+        with suppress(OSError):
+            os.write(2, SHOW_CURSOR if self.show else b"")
+        if self.last_words:
+            _write_stderr(self.last_words)
         os._exit(INTERRUPTED)
 
     def _report(self, count: int) -> None:
-        """Acknowledges the first or the second signal, once."""
+        """Acknowledges a signal, once."""
         with self._reporting:
-            if self._reported < count:
-                self._reported = count
-                _write_stderr(SECOND if count == 2 else FIRST_WHILE_TRAINING if self._deferring else FIRST)
+            if self._reported < min(count, 3):
+                waits = count == 2 and self._saving
+                self._reported = count if count == 1 or waits else 3
+                first = FIRST_WHILE_TRAINING if self._deferring else FIRST
+                text = first if count == 1 else SECOND_WHILE_SAVING if waits else SECOND
+                (self.show or _write_stderr)(text)
 
 
 @contextmanager
@@ -116,6 +141,37 @@ def deferred_stop() -> Iterator[threading.Event]:
     """Within, the first signal sets the event only; the second raises KeyboardInterrupt."""
     with stop_signals() as handler, handler.deferring() as asked:
         yield asked
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Within, the second signal is acknowledged only, and the third raises KeyboardInterrupt."""
+    with handler.saving() if (handler := _current_handler()) is not None else nullcontext():
+        yield
+
+
+@contextmanager
+def shown_by(show: Callable[[str], None]) -> Iterator[None]:
+    """Within, signals are acknowledged by `show`, from any thread and inside any call; it must not wait for a lock."""
+    if (handler := _current_handler()) is None:
+        yield
+        return
+    handler.show, before = show, handler.show
+    try:
+        yield
+    finally:
+        handler.show = before
+
+
+@contextmanager
+def last_words(text: str) -> Iterator[None]:
+    """Within, a process that two signals cannot stop says this when it is ended."""
+    handler = _current_handler() or StopSignals()
+    handler.last_words = text
+    try:
+        yield
+    finally:
+        handler.last_words = ""
 
 
 def stop_if_asked() -> None:

@@ -28,7 +28,7 @@ from lorafusion_jax.session.processes import (
     stop_all,
     stopped_elsewhere,
 )
-from lorafusion_jax.signals import INTERRUPTED
+from lorafusion_jax.signals import INTERRUPTED, last_words
 from lorafusion_jax.training import Interrupted, RunFolder, RunResult
 from scheduling import Plan
 
@@ -37,20 +37,18 @@ COLOURS = {"running": "bold", "done": "green", "failed": "bold red", "paused": "
 
 def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Sequence[Listener]], RunResult]) -> int:
     """Runs `work` under the live view and shows its result; returns the exit code."""
+    begun = "stopped at once: the work since the last checkpoint is repeated when the run is resumed."
     try:
-        result = watch(console, folder, config, work)
+        with last_words(f"{begun}\nnext: lorafusion resume {folder}"):
+            result = watch(console, folder, config, work)
     except Interrupted:
         errors_to().print("interrupted: the state is saved.")
         next_command(console, f"lorafusion resume {folder}")
         return INTERRUPTED
     except KeyboardInterrupt:  # second signal, or a signal before the first microbatch
-        begun = RunFolder(folder).plan_file.exists()
-        errors_to().print(
-            "stopped at once: the work since the last checkpoint is repeated when the run is resumed."
-            if begun
-            else "stopped before the run started."
-        )
-        next_command(console, f"lorafusion resume {folder}" if begun else "lorafusion train JOBS --out RUN")
+        planned = RunFolder(folder).plan_file.exists()
+        errors_to().print(begun if planned else "stopped before the run started.")
+        next_command(console, f"lorafusion resume {folder}" if planned else "lorafusion train JOBS --out RUN")
         stop_all()
         return INTERRUPTED
     except RunError as problem:

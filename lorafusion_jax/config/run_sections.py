@@ -207,7 +207,7 @@ class SaveSettings(Section):
         default=None, description="optimizer steps between two checkpoints, counted over all adapters"
     )
     every_minutes: Annotated[Positive, Field(le=MOST_MINUTES)] | None = Field(
-        default=15.0, description="minutes between two checkpoints"
+        default=15.0, description="minutes between two checkpoints; the first comes after 2 at most"
     )
     keep: Count = Field(default=3, description="number of checkpoints, and of exported steps per adapter, to keep")
     best: Flag = Field(

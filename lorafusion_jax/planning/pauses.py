@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ COPY_BYTES_S: Mapping[str, float] = {
     "h200": 2.4e12, "h100": 1.7e12, "a100-40gb": 0.78e12, "a100": 1.02e12, "l40s": 0.43e12, "a6000": 0.38e12,
     "rtx6000-ada": 0.48e12, "cpu": 5e9,
 }  # fmt: skip
+FIRST_SAVE_MINUTES = 2.0  # at most, so that little is lost while a user still tries things
 TO_HOST_BYTES_S = 15e9
 NO_HALVING = HalvingSettings()
 LEFT_OUT = ("start-up and compiling", "writing the last checkpoint", "a disk slower than the time between two saves")
@@ -62,7 +64,7 @@ def saves(plan: Plan, every_steps: int | None, every_minutes: float | None, dura
     >>> job = AdapterJob(name="law", sample_tokens=[64] * 8, global_batch=2)
     >>> plan = make_plan([job], capacity_tokens=128, num_stages=1)
     >>> saves(plan, 2, None, 60.0), saves(plan, None, 15, 3600.0), saves(plan, None, None, 60.0)
-    (2, 4, 1)
+    (2, 5, 1)
     """
     at, since, last = {plan.num_slots}, 0, -1
     for slot, _, _ in sorted(plan.batches_ending()):
@@ -72,8 +74,10 @@ def saves(plan: Plan, every_steps: int | None, every_minutes: float | None, dura
         since, last = since + 1, slot
     if every_steps is not None and since >= every_steps:
         at.add(last + 1)
-    by_clock = 0 if every_minutes is None else -(-duration_s // (60 * every_minutes)) - 1
-    return len(at) + max(int(by_clock), 0)
+    if every_minutes is None:
+        return len(at)
+    first = 60 * min(every_minutes, FIRST_SAVE_MINUTES)
+    return len(at) + max(math.ceil((duration_s - first) / (60 * every_minutes)), 0)
 
 
 def predicted_pauses(

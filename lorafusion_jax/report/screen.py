@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -38,6 +39,7 @@ from lorafusion_jax.report.events import (
     StepTaken,
 )
 from lorafusion_jax.report.format import count, duration, exact, layout, percent, sizes
+from lorafusion_jax.signals import shown_by
 
 LINE_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.2
@@ -78,7 +80,7 @@ class Screen:
         self._predicted_bubbles: float | None = None
         self._phase, self._phase_since, self._line_at = "", 0.0, float("-inf")
         self._last_line = ""  # last line about progress, without the time of day
-        self._started = False
+        self._started, self._stopping = False, ""
         redrawn = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live: LiveView | None = None
         if live is not None:
@@ -87,16 +89,19 @@ class Screen:
             self._live = Live(console=self._console, auto_refresh=False, get_renderable=self.block)
         self._drawing, self._end = threading.Lock(), threading.Event()
         self._redrawer = threading.Thread(target=self._redraw, daemon=True)
+        self._signals = ExitStack()
 
     def __enter__(self) -> Screen:
         if self._live:
             self._live.start()
             self._redrawer.start()
+            self._signals.enter_context(shown_by(self._acknowledge))
         return self
 
     def __exit__(self, *problem) -> None:
         self._phase = ""
         if self._live:
+            self._signals.close()
             self._end.set()
             self._redrawer.join()
             self._live.stop()
@@ -166,7 +171,13 @@ class Screen:
                     overflow="ellipsis",
                 )
             )
+        if self._stopping:
+            lines.append(Text(self._stopping, style="bold yellow"))
         return Group(*lines)
+
+    def _acknowledge(self, text: str) -> None:
+        """A signal's answer is a line of the block from the next redrawing on."""
+        self._stopping = text
 
     def _on_phase(self, event: PhaseBegun) -> None:
         self._phase, self._phase_since = event.text, time.monotonic()

@@ -10,11 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.planning.pauses import evaluations
+from lorafusion_jax.planning.pauses import FIRST_SAVE_MINUTES, evaluations
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
 from lorafusion_jax.session.batches import Batches
 from lorafusion_jax.session.loop import SlotHooks
@@ -23,7 +24,7 @@ from lorafusion_jax.session.release import release_unused
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.session.steps import StepHooks
 from lorafusion_jax.session.task import AdapterProgress, Task
-from lorafusion_jax.signals import deferred_stop
+from lorafusion_jax.signals import deferred_stop, saving
 from lorafusion_jax.training.changes import Change, apply, cap_slots
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
@@ -123,7 +124,7 @@ class PlanRun:
         self._steps_saved = session.steps.num_issued  # before the last save
         self._start_plan()
         self._seconds_before = progress.seconds  # of earlier processes of this run
-        self._saved_at, self._logged_at = time.monotonic(), 0.0
+        self._saved_at, self._logged_at, self._saves = time.monotonic(), 0.0, 0
         self._stop = threading.Event()  # set by a signal
 
     def run(self) -> None:
@@ -139,7 +140,8 @@ class PlanRun:
                 self._compile_missing()
             while todo and not stopped:
                 todo = self._issue_until_pause(todo)
-                self._session.drain()
+                with saving() if self._stop.is_set() else nullcontext():
+                    self._session.drain()
                 self._progress.slot = todo[0].slot if todo else self._job.plan.num_slots
                 stopped = any_process(self._stop.is_set())
                 todo = self._update_plan(todo, revise=not stopped)
@@ -288,14 +290,17 @@ class PlanRun:
         if save.every_steps is not None and self._session.steps.num_issued - self._steps_saved >= save.every_steps:
             return True
         wanted = self._stop.is_set() or self._hooks.wants_revision()
-        wanted |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
+        if (minutes := save.every_minutes) is not None:
+            minutes = minutes if self._saves else min(minutes, FIRST_SAVE_MINUTES)
+            wanted |= time.monotonic() - self._saved_at > 60 * minutes
         return any_process(wanted) if slot % ASK_EVERY == 0 or is_alone() else False
 
     def _save_state(self, *, wait: bool = False) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds
-        with self._meter.paused(SAVING):
+        with self._meter.paused(SAVING), saving():
             self._hooks.save(wait)
         self._steps_saved, self._saved_at = self._session.steps.num_issued, time.monotonic()
+        self._saves += 1
 
     def _progress_event(self, slots_done: int) -> SlotDone:
         figures = self._meter.snapshot(slots_done, self._evaluations_left_s())

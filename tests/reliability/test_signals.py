@@ -13,7 +13,7 @@ import weakref
 import pytest
 from jax._src import lib as jax_library
 
-from lorafusion_jax.signals import deferred_stop, stop_if_asked, stop_signals
+from lorafusion_jax.signals import deferred_stop, saving, shown_by, stop_if_asked, stop_signals
 
 # The command line, held up in C without a bytecode, as a long compilation does.
 COMPILING = """
@@ -118,6 +118,29 @@ def test_a_second_signal_inside_the_callback_of_jax_prints_nothing(monkeypatch):
         assert asked.is_set()
     assert jax_library._xla_gc_callback in gc.callbacks
     assert not dropped
+
+
+def test_while_the_state_is_saved_the_second_signal_waits_and_the_third_ends():
+    """What the command line shows is the same on a terminal, where a live view shows it."""
+    shown = []
+    with deferred_stop() as asked, stop_signals() as handler, shown_by(shown.append):
+        handler.watched = True  # without its thread, which would end this process
+        try:
+            with saving():
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+                assert asked.is_set()
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        finally:
+            handler.watched = False
+    assert [text.partition(";")[0] for text in shown] == [
+        "stopping: what is under way is finished and the state saved",
+        "the state is being saved, then it stops",
+        "stopping at once",
+    ]
 
 
 def test_training_is_asked_once_and_stopped_by_the_second_signal():
