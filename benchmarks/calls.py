@@ -66,11 +66,10 @@ def measure(small: bool) -> Iterator[dict[str, Any]]:
         )
         note("the session is open")
         windows = WindowPlanner(session)
+        yield run_forwards(windows)
         yield {"adapters": adapters, "rows": rows, **run_jobs(windows, config, names), **conditions()}
-        for number, loss in enumerate(("cross_entropy", "importance_sampling")):
+        for loss in ("cross_entropy", "importance_sampling"):
             yield {"clients": adapters, "rows": rows, "loss": loss, **run_clients(windows, config, names, rows, loss)}
-            if not number:
-                yield run_forwards(windows)
             one = run_clients(windows, config, [ALONE], rows_alone, loss)
             yield {"clients": 1, "rows": rows_alone, "loss": loss, **one}
         session.close()

@@ -40,7 +40,8 @@ ON_A_TINY_BASE = {  # the steps of a run are the same on any base
     "06_a_sweep_in_one_run": (BASE,),
     "11_preferences": (BASE,),
 }
-NIGHTLY = ("04_timeline", "12_a_service")  # cli/test_profile_timeline.py and serve/test_acceptance.py do the same
+# cli/test_profile_timeline.py, serve/test_acceptance.py and the blocks of training-api.md do the same
+NIGHTLY = ("04_timeline", "12_a_service", "14_training_by_calls")
 
 
 def code_of(path: Path) -> list[str]:

@@ -6,7 +6,7 @@ issued before, passes without gradients, and states.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from scheduling.pipeline import Event
 from scheduling.window import Cursor, plan_window
 
 MOST_PASSES = 4  # between two windows
+SMALLEST_PASS = 1024  # tokens of a microbatch without gradients: each half of the largest one compiles once
 
 
 class Located(NamedTuple):
@@ -127,7 +128,7 @@ class CallRunner:
         owners = [streams[name].owner for name in cursors]
         window = plan_window(*self._turns.weigh([*cursors.values()], owners, self._tail), MOST_PASSES)
         self._turns.note(window.slots, [*cursors.values()], owners, self._tail)
-        for slot in window.slots:
+        for slot in (self._smallest(slot, cursors) for slot in window.slots):
             rows = session.free_places.microbatch(session.assembler, slot, session.tasks)
             names = tuple(dict.fromkeys(ref.adapter for ref in slot.samples))
             logprobs = session.executor.run_forward(Stage.row_logprobs, session.executor.describe(rows), names)
@@ -137,6 +138,24 @@ class CallRunner:
         self._tail = window.tail
         for cursor in window.cursors:
             streams[cursor.job.name].advance(cursor)
+
+    def _smallest(self, slot: Slot, cursors: Mapping[str, Cursor]) -> Slot:
+        """Halves the microbatch while its rows fit: padding takes as long as they do, and a short call must not wait.
+
+        Not in a reproducible session: another size may round otherwise, and company must not change the size.
+        """
+        tile, size = self._tail.limits.tile_tokens, self._tail.limits.capacity_tokens
+        if self._tail.reproducible:
+            return slot
+        most = SMALLEST_PASS
+        for part in slot.replicas:
+            tokens: Counter[str] = Counter()
+            for ref in part:
+                tokens[ref.adapter] += cursors[ref.adapter].job.sample_tokens[ref.sample]
+            most = max(most, sum(-(-count // tile) * tile for count in tokens.values()))
+        while size % (2 * tile) == 0 and size // 2 >= most:
+            size //= 2
+        return replace(slot, capacity_tokens=size)
 
     def enter(self, number: int, slot: Slot, cursors: Mapping[str, Cursor]) -> None:
         """Notes which rows are in a slot of a window that is issued now, planned from these cursors."""

@@ -28,7 +28,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CallError
 from lorafusion_jax.peft.folder import read_described
-from lorafusion_jax.session import AdapterState, Session, Task, WindowPlanner
+from lorafusion_jax.session import AdapterState, Session, Task, WindowPlanner, call_runner
 from lorafusion_jax.session.calls import ForwardBackward, LoadState, OptimStep, Row, SaveState
 from lorafusion_jax.session.session_thread import SessionThread
 
@@ -249,6 +249,31 @@ def test_calls_split_in_any_way_give_the_same_step(planner):
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
     for state in states[1:]:
         assert_near(state, states[0])
+
+
+def test_a_short_call_has_a_small_pass(session, planner, monkeypatch):
+    """Its log-probabilities are those of a large one; a reproducible session has one size."""
+    monkeypatch.setattr(call_runner, "SMALLEST_PASS", 32)
+    sizes: list[int | None] = []
+    assemble = session.free_places.microbatch
+
+    def microbatch(assembler, slot, tasks):
+        sizes.append(slot.capacity_tokens)
+        return assemble(assembler, slot, tasks)
+
+    monkeypatch.setattr(session.free_places, "microbatch", microbatch)
+    short, long = rows_of([20]), rows_of([20, 100])
+    with Client(planner, "ana") as ana, Client(planner, "ben") as ben:
+        (alone,) = wait(planner, ana.look(short)).outputs
+        both = wait(planner, ana.look(long)).outputs
+        assert sizes == [32, 128]
+        np.testing.assert_allclose(both[0]["logprobs"], alone["logprobs"], atol=1e-5)
+        ana.look(short)
+        wait(planner, ben.look(short))
+        assert sizes[2:] == [64]  # a tile begins with each adapter
+        monkeypatch.setattr(session.free_places, "tail", replace(session.free_places.tail, reproducible=True))
+        wait(WindowPlanner(session), ana.look(short))
+        assert sizes[3:] == [None]
 
 
 def test_losses_are_sums(planner):
