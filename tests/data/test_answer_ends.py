@@ -6,15 +6,22 @@ The templates are written for these tests, in the manner of those whose name the
 from __future__ import annotations
 
 import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from data_helpers import chat, learned, write_model
 
 from lorafusion_jax.config.schema import DataSettings
+from lorafusion_jax.data.template.chat import ChatTemplate, end_of_turn
+from lorafusion_jax.data.template.compiled import TemplateProblem
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.objective.choose import choose
 
+PEERS = os.environ.get("LORAFUSION_PEERS", "")
 TURNS = "{% for m in messages %}"
 ASK = "{% endfor %}{% if add_generation_prompt %}"
 MARKED = {  # the marker of the next role ends an answer
@@ -210,3 +217,29 @@ def test_a_text_that_ends_already_is_noted(row, stops, noted, read, tmp_path):
     samples, tokenizer = read(template, [dict.fromkeys(row, "hello"), row], stops=stops)
     assert any("[data.end-twice] 1 of 2 rows" in note and "line 2" in note for note in samples.report.notes) == noted
     assert samples.sample(1)[0][-1] == tokenizer.eos_id
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not PEERS, reason="LORAFUSION_PEERS names no Python with trl; make test-peers")
+def test_every_template_that_trl_ships_ends_its_answers_or_that_is_said():
+    files = sorted(Path(PEERS).parents[1].glob("lib/python3*/site-packages/trl/chat_templates/*.jinja"))
+    assert len(files) > 60
+    ended = 0
+    for file in files:
+        source = file.read_text(encoding="utf-8")
+        special = ["<eos>", *{*re.findall(r"<[|\w/\-｜▁]+>|\[/?[A-Z_]+\]", source)}]
+        template = ChatTemplate(source=source, special_tokens={"eos_token": "<eos>", "bos_token": "<bos>"})
+        stops = tuple(dict.fromkeys(filter(None, ("<eos>", end_of_turn(template, special)))))
+        try:
+            rendered = replace(template, stops=stops).render_answers(TWO_TURNS["messages"])
+        except TemplateProblem:
+            continue  # contents that are lists of parts
+        learned = "".join(
+            "x" if any(a <= place < b for a, b in rendered.answers) else " " for place in range(len(rendered.text))
+        )
+        answers = [rendered.text[slice(*match.span())] for match in re.finditer("x+", learned)]
+        assert answers, file.name
+        ends = [answer.rstrip().endswith(stops) for answer in answers]  # a block of `generation` may hold a line end
+        assert all(ends) or rendered.unended is not None, (file.name, answers)
+        ended += all(ends)
+    assert ended > 50
