@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.errors import LoraFusionError as LoraFusionError
     from lorafusion_jax.modules import AdapterSpec as AdapterSpec
     from lorafusion_jax.modules import LinenLoRA as LinenLoRA
+    from lorafusion_jax.modules import Session as Session
     from lorafusion_jax.modules import apply_lora as apply_lora
     from lorafusion_jax.modules import lora_report as lora_report
     from lorafusion_jax.modules import merge_adapter as merge_adapter

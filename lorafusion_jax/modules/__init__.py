@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules.lora import lora_siblings as lora_siblings
     from lorafusion_jax.modules.quantised_base import quantize_base as quantize_base
     from lorafusion_jax.modules.report import lora_report as lora_report
+    from lorafusion_jax.modules.session import Session as Session
+    from lorafusion_jax.modules.session import SessionStep as SessionStep
     from lorafusion_jax.modules.siblings import share_inputs as share_inputs
     from lorafusion_jax.modules.use import use_adapters as use_adapters
     from lorafusion_jax.modules.weights import adapter_arrays as adapter_arrays

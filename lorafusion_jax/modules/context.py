@@ -33,7 +33,7 @@ class Draw:
     Args:
         rate: [A], as in `Dropout`.
         key: [A], as in `Dropout`.
-        step: number of the training step, uint32.
+        step: number of the training step, uint32, or one for each entry of the table.
         examples: id of each entry of the table, uint32, or a single id if all rows belong to one example (None: the
             position in the table).
     """
@@ -103,7 +103,7 @@ class LoRAContext:
         tile_adapter: int | Sequence[int] | Integer[ArrayLike, "*tiles"] | None = None,
         *,
         only: str | int | None = None,
-        step: int | Integer[ArrayLike, ""] | None = None,
+        step: int | Integer[ArrayLike, "*entries"] | None = None,
         train: bool | None = None,
         examples: int | Sequence[int] | Integer[ArrayLike, "*entries"] | None = None,
         row_key: UInt32[Array, " T"] | None = None,
@@ -118,7 +118,8 @@ class LoRAContext:
             adapters: in the order of the stacked weights.
             tile_adapter: see the class.
             only: name or index of the adapter of all rows, instead of a table.
-            step: number of the training step; each step draws new masks.
+            step: number of the training step; each step draws new masks. Adapters may be at different steps: one
+                number for each entry of the table.
             train: False switches dropout off (None: dropout is on if `step` or `row_key` is given).
             examples: id of each entry of the table, e.g. its index in the data set (None: its position). Under
                 `jax.vmap` over examples, the index of the example.
@@ -232,6 +233,12 @@ class LoRAContext:
         >>> context.mean(jnp.array([[1.0, 3.0], [4.0, 4.0], [6.0, 6.0], [9.0, 9.0]])).tolist()
         [2.0, 5.0]
         """
+        sums, counts = self.sums(losses, where)
+        return sums / jnp.where(counts == 0, 1.0, counts)
+
+    def sums(self, losses: Array, where: ArrayLike | None = None) -> tuple[Array, Array]:
+        """Returns the weighted sum of the losses of each adapter, and of their weights, see `mean`: of several batches,
+        the mean is the sum of the first over that of the second."""
         table, shape = self.tile_adapter, losses.shape
         if table.ndim == 0:
             table = table[None]
@@ -247,7 +254,7 @@ class LoRAContext:
         counted = jnp.where(weights == 0, 0.0, losses.astype(jnp.float32).reshape(len(table), -1)) * weights
         adapters = table[:, None] == jnp.arange(len(self.scale))
         sums, counts = (jnp.where(adapters, part.sum(1, keepdims=True), 0.0).sum(0) for part in (counted, weights))
-        return sums / jnp.where(counts == 0, 1.0, counts)
+        return sums, counts
 
     def _at_site(self, dropout: Dropout, site: int | Int[Array, ""]) -> Dropout:
         return replace(dropout, key=fold_key(dropout.key, self.layer * SITES_PER_LAYER + site))

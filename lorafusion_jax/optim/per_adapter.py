@@ -63,13 +63,13 @@ def per_adapter(
     by_name = {name: optax.with_extra_args_support(optimizer) for name, optimizer in optimizers.items()}
 
     def init(params: Any) -> PerAdapterState:
-        axes = _axes(params, len(names), axis)
+        axes = adapter_axes(params, len(names), axis)
         return PerAdapterState(
             {name: by_name[name].init(_slice(params, number, axes)) for number, name in enumerate(names)}
         )
 
     def update(updates: Any, state: Any, params: Any = None, *, active: Any = None, **extra: Any):
-        axes = _axes(updates, len(names), axis)
+        axes = adapter_axes(updates, len(names), axis)
         mask = _mask(active, names)
         changes, states = [], {}
         for number, name in enumerate(names):
@@ -111,8 +111,8 @@ def _zero_update(leaf: jax.Array) -> jax.Array:
     return jnp.full_like(leaf, -0.0)
 
 
-def _axes(tree: Any, count: int, axis: int | None) -> Any:
-    """Returns the adapter axis of every leaf, counted from the first one."""
+def adapter_axes(tree: Any, count: int, axis: int | None = None) -> Any:
+    """Returns the adapter axis of every leaf, counted from the first one; see `per_adapter`."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _axis_of(path, leaf, count, axis), tree)
 
 
