@@ -243,19 +243,12 @@ class Session:
 
         Rows of like lengths are together. What is not used is a copy of the last row, without an adapter.
         """
+        shapes = self._check_rows(rows)
         examples = [
-            (self._number(name), int(self._state["rows"][self._number(name)]) + place, row)
+            (self._number(name), int(self._state["rows"][self._number(name)]) + index, row)
             for name, listed in rows.items()
-            for place, row in enumerate(listed)
+            for index, row in enumerate(listed)
         ]
-        if not examples:
-            raise ConfigError("session.rows", "there are no rows.", fix='{"NAME": [row, …]}')
-        shapes = _shapes(examples[0][2], self.ragged)
-        for adapter, place, row in examples:
-            if (other := _shapes(row, self.ragged)) != shapes:
-                message = f"row {place} of {self.names[adapter]} has arrays {other}, another {shapes}."
-                fix = "ragged=[…] names arrays whose first axis differs between rows"
-                raise ConfigError("session.rows", message, fix=fix)
         examples.sort(key=lambda example: self._length(example[2]))
         for start in range(0, len(examples), self.capacity):
             part = examples[start : start + self.capacity]
@@ -266,7 +259,26 @@ class Session:
                 for name in shapes
             }
             table = np.array([adapter for adapter, _, _ in part] + [-1] * unused, np.int32)
-            yield batch, table, np.array([place for _, place, _ in part] + [0] * unused, np.uint32)
+            yield batch, table, np.array([index for _, index, _ in part] + [0] * unused, np.uint32)
+
+    def _check_rows(self, rows: Mapping[str, Sequence[Row]]) -> Collection[str]:
+        """Returns the names of the rows' arrays, whose shapes are equal but for those that are filled up."""
+        if not isinstance(rows, Mapping) or not any(map(len, rows.values())):
+            raise ConfigError("session.rows", "there are no rows of adapters.", fix='{"NAME": [row, …]}')
+        first: dict[str, tuple[int, ...]] | None = None
+        for name, listed in rows.items():
+            self._number(name)
+            for index, row in enumerate(listed):
+                shapes = {key: np.shape(array)[key in self.ragged :] for key, array in sorted(row.items())}
+                first = shapes if first is None else first
+                scalars = [key for key in self.ragged & row.keys() if not np.ndim(row[key])]
+                if shapes != first or scalars or not self.ragged <= row.keys():
+                    message = f"row {index} of {name} has the arrays {_described(row)}, which do not fit "
+                    message += f"ragged={sorted(self.ragged)}, or the others' {first}."
+                    fix = "equal names and shapes; ragged=[…] names arrays whose first axis differs between rows"
+                    raise ConfigError("session.rows", message, fix=fix)
+        assert first is not None
+        return first
 
     def _length(self, row: Row) -> int:
         longest = max((len(row[name]) for name in self.ragged), default=0)
@@ -330,10 +342,8 @@ def _norms(tree: Any, count: int) -> jax.Array:
     return jnp.sqrt(sum(jax.tree.leaves(jax.tree.map(squares, tree, adapter_axes(tree, count)))))
 
 
-def _shapes(row: Row, ragged: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a row's arrays, without the axis that differs."""
-    shapes = {name: np.shape(array) for name, array in row.items()}
-    return {name: shape[1:] if name in ragged else shape for name, shape in sorted(shapes.items())}
+def _described(row: Row) -> dict[str, tuple[int, ...]]:
+    return {name: np.shape(array) for name, array in row.items()}
 
 
 def _by_name(state: Any) -> dict[str, Any]:

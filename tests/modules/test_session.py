@@ -166,7 +166,10 @@ def test_evaluation_draws_no_dropout_and_adds_no_gradient(joint):
     [
         ({"lwa": rows_of("a", 1)}, loss, "no adapter lwa"),
         ({"law": []}, loss, "no rows"),
-        ({"law": [*rows_of("a", 1), {"tokens": np.zeros(3, np.int32)}]}, loss, "row 1 of law has arrays"),
+        (rows_of("a", 2), loss, "no rows of adapters"),
+        ({"law": [{"tokens": np.zeros(3, np.int32)}]}, loss, "do not fit ragged"),
+        ({"law": [{"tokens": np.zeros(3, np.int32), "weights": 1.0}]}, loss, "do not fit ragged"),
+        ({"law": [*rows_of("a", 1), {"tokens": np.zeros(3, np.int32)}]}, loss, "row 1 of law has the arrays"),
         ({"law": rows_of("a", 1)}, lambda model, rows: loss(model, rows)[0].mean(), "loss has the shape"),
     ],
 )
