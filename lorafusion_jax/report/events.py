@@ -367,3 +367,13 @@ class RunStopped(RunEvent):
 
 
 Listener = Callable[[RunEvent], None]
+
+
+def fan_out(listeners: Sequence[Listener]) -> Listener:
+    """Returns a listener that passes every event on to all of these."""
+
+    def emit(event: RunEvent) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return emit

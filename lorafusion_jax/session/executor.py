@@ -30,7 +30,7 @@ from jax import Array
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.session.ahead import Ahead
-from lorafusion_jax.session.batch_end import BatchEnd
+from lorafusion_jax.session.batch_end import BatchEnd, ClosedBatch, StepResult, in_order, not_finite
 from lorafusion_jax.session.distant_stage import (
     AnyStage,
     DistantStage,
@@ -46,7 +46,6 @@ from lorafusion_jax.session.parts import Carried
 from lorafusion_jax.session.processes import is_alone
 from lorafusion_jax.session.spans import Spans
 from lorafusion_jax.session.stage import Stage, Stepped
-from lorafusion_jax.session.step_result import ClosedBatch, StepResult, in_order, not_finite
 from lorafusion_jax.session.warm_up import compile_stages
 from scheduling.pipeline import Event
 

@@ -238,6 +238,8 @@ class StageState:
     def all_leaves(self) -> Leaves:
         """The leaves of all adapters on this stage, with what their kinds prepare."""
         trained = self.lora | self.constants
+        if not self.programs.columns.prepared:  # most kinds: nothing to look up in every pass
+            return trained
         return trained | self._prepared.read(self._specs, trained, self.blocks, self.positions, self.places)
 
     def adapter(self, index: int) -> Leaves:

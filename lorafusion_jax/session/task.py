@@ -283,6 +283,7 @@ class Task:
         clock: its progress, which the session changes.
         references: what its reference says of its samples; None: there is none, or it is not computed yet.
         cursor: next samples for windows.
+        chosen: its objective with its settings.
     """
 
     config: JobConfig
@@ -291,8 +292,10 @@ class Task:
     clock: AdapterProgress
     references: SetReferences | None = None
     cursor: Cursor | None = field(init=False)
+    chosen: Chosen = field(init=False)
 
     def __post_init__(self):
+        self.chosen = self.adapter.objective.chosen
         self._rewind()
         if self.references is not None:
             self.source.take_references(self.references)
@@ -329,11 +332,6 @@ class Task:
     @property
     def adapter(self) -> AdapterConfig:
         return self.config.adapters[0]
-
-    @property
-    def chosen(self) -> Chosen:
-        """Its objective with its settings."""
-        return self.adapter.objective.chosen
 
     @property
     def num_steps(self) -> int:

@@ -28,6 +28,7 @@ from lorafusion_jax.report.events import (
     RunMoved,
     RunStarted,
     StartedUp,
+    fan_out,
 )
 from lorafusion_jax.session.ahead import Ahead, compile_ahead
 from lorafusion_jax.session.batches import Batches
@@ -164,16 +165,6 @@ def record_phases(file: StartFile) -> Listener:
             file.record(event.text)
 
     return listen
-
-
-def fan_out(listeners: Sequence[Listener]) -> Listener:
-    """Returns a listener that passes every event on to all of these."""
-
-    def emit(event: RunEvent) -> None:
-        for listener in listeners:
-            listener(event)
-
-    return emit
 
 
 def _initial_steps(config: JobConfig, prepared: Prepared) -> dict[str, int]:

@@ -18,7 +18,7 @@ from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.digests import Damage
-from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, RunEvent
+from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, RunEvent, fan_out
 from lorafusion_jax.report.record import check_record, other_table, other_versions
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.session.base import check_mesh
@@ -27,7 +27,7 @@ from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.agreement import check_agreement, job_facts, run_facts
 from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
 from lorafusion_jax.training.exclusive import exclusive_run, fail_together
-from lorafusion_jax.training.launch import fan_out, initial_adapters, launch, local_listeners, record_phases
+from lorafusion_jax.training.launch import initial_adapters, launch, local_listeners, record_phases
 from lorafusion_jax.training.outcome import RunResult
 from lorafusion_jax.training.references import read_references
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh

@@ -31,10 +31,9 @@ from lorafusion_jax.report.events import (
 from lorafusion_jax.session.processes import any_process, barrier, is_first
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.signals import deferred_stop
-from lorafusion_jax.training.background import BackgroundQueue
 from lorafusion_jax.training.changes import recorded_changes, stopped_otherwise
 from lorafusion_jax.training.evaluations import Evaluations
-from lorafusion_jax.training.exports import AdapterWriter, ExportQueue
+from lorafusion_jax.training.exports import AdapterWriter, BackgroundQueue, ExportQueue
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.loop import Interrupted, PlanRun

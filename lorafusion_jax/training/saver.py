@@ -16,8 +16,7 @@ from lorafusion_jax.session.adapter_state import AdapterState, check_optimizer
 from lorafusion_jax.session.processes import barrier, is_first
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.session.state import states_of
-from lorafusion_jax.training.background import BackgroundQueue
-from lorafusion_jax.training.exports import ExportQueue
+from lorafusion_jax.training.exports import BackgroundQueue, ExportQueue
 from lorafusion_jax.training.state import Progress
 
 

@@ -23,7 +23,7 @@ from lorafusion_jax.errors import CheckpointError, raise_all
 from lorafusion_jax.planning.auto import device_for_rates, resolve_auto
 from lorafusion_jax.planning.network import network_of
 from lorafusion_jax.planning.training_plan import plan_training, train_jobs
-from lorafusion_jax.report.events import Listener, PhaseBegun
+from lorafusion_jax.report.events import Listener, PhaseBegun, fan_out
 from lorafusion_jax.report.record import make_record
 from lorafusion_jax.report.recorder import Recorder
 from lorafusion_jax.session.base import check_mesh, device_bytes
@@ -31,7 +31,7 @@ from lorafusion_jax.session.processes import barrier, is_first
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.agreement import check_agreement, job_facts
 from lorafusion_jax.training.exclusive import fail_together
-from lorafusion_jax.training.launch import fan_out, launch, local_listeners, record_phases
+from lorafusion_jax.training.launch import launch, local_listeners, record_phases
 from lorafusion_jax.training.outcome import RunResult
 from pallas_kernels.device import device_kind
 from scheduling import Plan, PlanError, verify_plan

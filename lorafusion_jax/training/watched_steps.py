@@ -16,10 +16,10 @@ import numpy as np
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.report.events import RunEvent, StepTaken
 from lorafusion_jax.session.base import check_mesh
+from lorafusion_jax.session.batch_end import ClosedBatch
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.state import adapter_arrays
-from lorafusion_jax.session.step_result import ClosedBatch
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.loop import PlanRun

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lorafusion_jax.training.background import BackgroundQueue
+from lorafusion_jax.training.exports import BackgroundQueue
 
 
 def test_nothing_is_done_after_a_failure_and_the_first_one_is_raised():
