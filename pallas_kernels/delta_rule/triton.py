@@ -69,11 +69,13 @@ def walk(
     C, columns = w_NHBC.shape[-1], min(config.columns, V)
 
     def kernel(u_ref, w_ref, late_ref, decay_ref, first_ref, memory_ref, changes_ref):
+        # d = u - w S acts on each column of S alone, so programs share a head's columns and exchange nothing.
         head, block = pl.program_id(0), pl.ds(pl.program_id(1) * columns, columns)
 
         def step(chunk, memory):
             memory = jnp.where(first_ref[chunk] != 0, 0.0, memory)  # selected: NaN of another segment ends there
             changes = u_ref[chunk, head, :, block] - _dot(w_ref[chunk, head, :, :], memory, precision)
+            # The output of a chunk and its backward pass need the memory before it, so that is what is written.
             memory_ref[chunk, head, :, block] = memory
             changes_ref[chunk, head, :, block] = changes
             added = _dot(late_ref[chunk, head, :, :], changes, precision, trans_lhs=True)
@@ -119,12 +121,14 @@ def _walk_back(dmemory, dchanges, w, late, decay, first, precision, config, inte
 
         def step(index, after):
             chunk = N - 1 - index
+            # `after` is the gradient of the memory after the chunk. Its product with late is what d has in the next
+            # memory; the gradient of d then goes on to the memory before the chunk, by w.
             after_ref[chunk, head, :, block] = after
             du = dchanges_ref[chunk, head, :, block] + _dot(late_ref[chunk, head, :, :], after, precision)
             du_ref[chunk, head, :, block] = du
             before = dmemory_ref[chunk, head, :, block] + after * decay_ref[chunk, head]
             before = before - _dot(w_ref[chunk, head, :, :], du, precision, trans_lhs=True)
-            return jnp.where(first_ref[chunk] != 0, 0.0, before)
+            return jnp.where(first_ref[chunk] != 0, 0.0, before)  # no gradient leaves a segment at its begin
 
         lax.fori_loop(0, N, step, jnp.zeros((C, columns), jnp.float32))
 

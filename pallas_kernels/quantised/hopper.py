@@ -73,6 +73,8 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
 
 def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None, dys):
     """dA float32 by projection number, and dx; as in `linear.hopper.backend`."""
+    # The scales of W belong to the axis that dY W^T sums over, so they cannot be factors of the result: they go into
+    # dY before it is rounded.
     rounded = [_rounded(prepared, dy, _weight(prepared, i).scales) for i, dy in enumerate(dys)]
     return gradients_of_rounded(prepared, ds_partials, bits, rounded)
 
@@ -86,6 +88,8 @@ def gradients_of_rounded(
     configs = [_sum_config(prepared, i, ds) for i in range(len(dys))]
     if all(configs):
         return das, _own_sum(prepared, dys, low, ds, configs)
+    # cuBLAS adds nothing to its products: the pass that scales the first one adds the low-rank part, and the sum over
+    # projections stays in float32, to be rounded once.
     dx: Any = 0.0 if low is None else low.astype(jnp.float32)
     for i, (dy8, scales_T1) in enumerate(dys):
         sums = _weight(prepared, i).transposed_sums(dy8, ops.x.dtype)
@@ -171,6 +175,7 @@ def _frozen(prepared: Prepared, i: int, rounded: Rounded) -> jax.Array:
 def _own_product(prepared: Prepared, i: int, s: jax.Array, rounded: Rounded, config: GemmConfig) -> jax.Array:
     """With scales and low-rank part inside, which is divided by the scales that the sum is multiplied by."""
     w, (x8, scales_T1) = _weight(prepared, i), rounded
+    # The kernel multiplies its accumulator by both scales at the end, and the low-rank part is in it by then.
     low = LowRank(
         s=(s.astype(jnp.float32) * (1 / scales_T1)).astype(s.dtype),
         bank=(prepared.bank_b(i).astype(jnp.float32) * (1 / w.scales)).astype(s.dtype),
@@ -184,7 +189,7 @@ def _own_sum(
     prepared: Prepared, dys: Sequence[Rounded], low: jax.Array | None, ds: jax.Array | None, configs
 ) -> jax.Array:
     """dx by our own products: the first one adds the low-rank part, each other one what is there."""
-    dx = low
+    dx = low  # of the input pass, where the low-rank part is not inside the first product
     for i, ((dy8, scales_T1), config) in enumerate(zip(dys, configs, strict=True)):
         inside = None
         if i == 0 and ds is not None:

@@ -139,16 +139,22 @@ def paged_attention_kernel(
     if alone:
         return o.reshape(B, H, C)
     o_BKZRC, lse2_BKZR = o.reshape(B, K, parts, group, C), lse2.reshape(B, K, parts, group)
+    return _join(o_BKZRC, lse2_BKZR, sinks).reshape(B, H, C).astype(q_BHC.dtype)
+
+
+def _join(o_BKZRC: Array, lse2_BKZR: Array, sinks: Array | None) -> Array:
+    """Joins the parts of each sequence by their log-sum-exp, with the sinks."""
+    # Finite also where no part has a key: their weights are then 2^(MASKED - most) = 0, not 2^(-inf + inf).
     most = jnp.maximum(lse2_BKZR.max(2, keepdims=True), jnp.finfo(jnp.float32).min)
     rest = 0.0
     if sinks is not None:  # a key without a value
-        sink2 = sinks.astype(jnp.float32).reshape(1, K, 1, group) * LOG2E
+        sink2 = sinks.astype(jnp.float32).reshape(1, lse2_BKZR.shape[1], 1, -1) * LOG2E
         most = jnp.maximum(most, sink2)
         rest = jnp.exp2(sink2 - most)
     weight = jnp.exp2(lse2_BKZR - most)
     total = weight.sum(2, keepdims=True) + rest
     weight = weight / jnp.where(total == 0, 1.0, total)
-    return (o_BKZRC * weight[..., None]).sum(2).reshape(B, H, C).astype(q_BHC.dtype)
+    return (o_BKZRC * weight[..., None]).sum(2)
 
 
 def _parts(programs: int, keys: int, tile: int) -> int:

@@ -69,6 +69,8 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
             prepared, [partials[i] for i in prepared.layout.offsets], columns=prepared.layout.total
         )
         das = {i: da[:, : ops.x.shape[1]] for i, da in split_graph.input_side(prepared, ds, bits).items()}
+        # dS of all projections stands side by side, so one product adds the low-rank part of all of them. It is the
+        # smallest share of the widest.
         fused = split_graph.widest(ops)
         dx = _dx(prepared, fused, dys[fused], ds, bits)
     for i, (dy, w) in enumerate(zip(dys, padded.arrays, strict=True)):
@@ -124,7 +126,7 @@ def _dx(prepared: Prepared, i: int, dy: jax.Array, ds: jax.Array, bits: jax.Arra
 def _pad(static: Static, ops: Operands) -> tuple[Static, Operands]:
     """Pads rows and features to what the kernels divide by; a copy only where a shape is odd."""
     rows, num_in = ops.x.shape
-    if static.single:
+    if static.single:  # one adapter: its tile is all rows
         padded_rows = round_up(rows, 128 if rows > 64 else 16)
         static = dataclasses.replace(static, tile=padded_rows)
     else:
@@ -152,9 +154,9 @@ def _pad(static: Static, ops: Operands) -> tuple[Static, Operands]:
 
 
 def _pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    pads = [(0, wanted - size) for size, wanted in zip(array.shape, shape, strict=True)]
+    pads = [(0, padded - size) for size, padded in zip(array.shape, shape, strict=True)]
     return jnp.pad(array, pads) if any(after for _, after in pads) else array
 
 
 def _precision(dtype: jnp.dtype) -> str | None:
-    return "highest" if dtype == jnp.float32 else None
+    return "highest" if dtype == jnp.float32 else None  # TF32 has 10 bits: far from the 1e-5 of float32

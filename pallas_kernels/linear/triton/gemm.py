@@ -95,14 +95,16 @@ def gemm(
         bias_ref = rest.pop() if bias is not None else None
         block_row, block_col = _snake(pl.program_id(0), num_m, num_n, config.group_m)
         row0, col0 = block_row * rows, block_col * columns
+        # Tiles of rows are whole blocks of one adapter, so its number is read once and no row is selected.
         adapter = adapter_ref[block_row]
-        # The low-rank product comes first, so that it can be masked before the frozen product is added to it.
+        # The low-rank product comes first, so that it can be masked before the frozen product is added to it. Both sum
+        # in the same float32 registers: it costs no pass over memory.
         low_tile = low_ref[pl.ds(row0, rows), pl.ds(low_offset, rank)]
         if transposed:
             acc = dot(low_tile, bank_ref[adapter, pl.ds(col0, columns), :], trans_rhs=True)
         else:
             acc = dot(low_tile, bank_ref[adapter, :, pl.ds(col0, columns)])
-        if bits is not None:
+        if bits is not None:  # selected, not multiplied: NaN · 0 is NaN
             acc = jnp.where(keep_tile(rest[0], row0, col0, rows, columns), acc, jnp.float32(0))
         if bias_ref is not None:
             acc = acc + bias_ref[pl.ds(col0, columns)].astype(jnp.float32)[None, :]
@@ -110,7 +112,7 @@ def gemm(
         # Tiles of both operands are loaded `num_stages` steps before they are multiplied.
         def step(i, acc):
             lhs_tile = lhs_ref[pl.ds(row0, rows), pl.ds(i * depth, depth)]
-            if transposed:
+            if transposed:  # W is read as it is stored: a transposed copy would take its size
                 return acc + dot(lhs_tile, rhs_ref[pl.ds(col0, columns), pl.ds(i * depth, depth)], trans_rhs=True)
             return acc + dot(lhs_tile, rhs_ref[pl.ds(i * depth, depth), pl.ds(col0, columns)])
 

@@ -40,6 +40,7 @@ def norm_forward(
         s = plt.load(x_ref.at[index], mask=columns.inside(rows), other=0.0)
         if delta_ref is not None:
             added = plt.load(delta_ref.at[index], mask=columns.inside(rows), other=0.0)
+            # Rounded as the two operations alone would: a model computes the same with and without this kernel.
             s = (s.astype(jnp.float32) + added.astype(jnp.float32)).astype(s.dtype)
             plt.store(outs.pop(0).at[index], s, mask=columns.inside(rows))
         y_ref, inverse_ref = outs
@@ -82,8 +83,9 @@ def norm_backward(
         scale = inverse_ref[pl.ds(pl.program_id(0) * rows, rows)][:, None]
         u = plt.load(dy_ref.at[index], mask=inside, other=0.0).astype(jnp.float32) * columns.weight(weight_ref)[None]
         unit = plt.load(s_ref.at[index], mask=inside, other=0.0).astype(jnp.float32) * scale
+        # Columns beyond D are 0 in u and unit, so both sums are those of D columns.
         dx = scale * (u - unit * (jnp.sum(unit * u, axis=1) * (1.0 / D))[:, None])
-        if more:
+        if more:  # the gradient of s itself; added before the only rounding
             dx = dx + plt.load(more[0].at[index], mask=inside, other=0.0).astype(jnp.float32)
         plt.store(dx_ref.at[index], dx.astype(dx_ref.dtype), mask=inside)
 
@@ -102,7 +104,7 @@ def norm_backward(
 def _rows(T: int, D: int) -> int:
     """Rows of a program: a power of two that divides T and fills a block."""
     rows = max(1, BLOCK // power_of_two(D))
-    while T % rows:
+    while T % rows:  # programs have no mask for rows
         rows //= 2
     return rows
 
@@ -122,6 +124,7 @@ class _Columns:
 
     def weight(self, ref) -> jax.Array:
         inside = lax.broadcasted_iota(jnp.int32, (self._padded,), 0) < self._D
+        # The address stays inside the array also where the value is masked.
         column = jnp.minimum(lax.broadcasted_iota(jnp.int32, (self._padded,), 0), self._D - 1)
         return plt.load(ref.at[column], mask=inside, other=0.0).astype(jnp.float32)
 
