@@ -154,14 +154,14 @@ def init_leaves(adapters: Sequence[AdapterSpec], shapes: Mapping[str, tuple[int,
     """
     leaves: dict[str, np.ndarray] = {}
     for path in dict.fromkeys(name.rsplit(".", 1)[0] for name in shapes):
-        known = _leaves_at(path, adapters)
-        leaf_shapes = {name: shapes[f"{path}.{name}"] for name in known if f"{path}.{name}" in shapes}
+        leaf_of = _leaves_at(path, adapters)
+        leaf_shapes = {name: shapes[f"{path}.{name}"] for name in leaf_of if f"{path}.{name}" in shapes}
         sizes = {}
         for name, shape in leaf_shapes.items():
-            axes = known[name].axes
+            axes = leaf_of[name].axes
             sizes |= dict(zip(axes, shape[len(shape) - len(axes) :], strict=True))
         name, shape = next(iter(leaf_shapes.items()))
-        stack = shape[: len(shape) - len(known[name].axes) - 1]
+        stack = shape[: len(shape) - len(leaf_of[name].axes) - 1]
         numbers = range(stack[0]) if stack else [None]
         banks = [
             init_bank(

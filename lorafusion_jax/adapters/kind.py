@@ -287,8 +287,8 @@ class AdapterKind:
         """Returns `column_scale`, with what it needs prepared, if it is not among the tensors."""
         assert self.column_scale is not None
         if self.prepare is not None and not all(leaf.name in tensors for leaf in self.prepared):
-            made = self.prepare(kernel, tensors, sizes)
-            tensors = {**tensors, **{name: sizes.constant(array) for name, array in made.items()}}
+            prepared = self.prepare(kernel, tensors, sizes)
+            tensors = {**tensors, **{name: sizes.constant(array) for name, array in prepared.items()}}
         return self.column_scale(kernel, tensors, sizes)
 
     def merge(self, kernel: Any, tensors: Tensors, sizes: Sizes) -> Any:

@@ -24,9 +24,9 @@ FIRST_B = Leaf(name="first_b", axes=("R", "N"), init=zeros, trainable=False)
 def start(kernel: Any, tensors: Tensors, sizes: Sizes) -> Tensors:
     """Returns A, B, A0 and B0 from the singular vectors of the largest singular values."""
     del tensors  # unused: all come from the kernel
-    left, values, right = sizes.np.linalg.svd(kernel, full_matrices=False)
+    u, values, right = sizes.np.linalg.svd(kernel, full_matrices=False)
     root = (values[: sizes.R] / sizes.scale) ** 0.5
-    a_KR, b_RN = left[:, : sizes.R] * root, root[:, None] * right[: sizes.R]
+    a_KR, b_RN = u[:, : sizes.R] * root, root[:, None] * right[: sizes.R]
     return {"lora_a": a_KR, "lora_b": b_RN, "first_a": a_KR, "first_b": b_RN}
 
 

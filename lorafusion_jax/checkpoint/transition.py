@@ -47,8 +47,8 @@ def complete_change(folder: Path, digests: Mapping[str, str]) -> None:
     for name, digest in digests.items():
         if (prepared := current_file(folder, name, digest)) != folder / name:
             prepared.replace(folder / name)
-    for left in folder.glob(f".*{NEXT}"):
-        left.unlink()
+    for leftover in folder.glob(f".*{NEXT}"):
+        leftover.unlink()
 
 
 def _prepared(folder: Path, name: str, digest: str) -> Path:

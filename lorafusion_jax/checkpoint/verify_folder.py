@@ -145,11 +145,11 @@ def _other_files(path: Path) -> Iterator[FileCheck]:
     """Yields files that no result depends on, and temporary files of killed processes."""
     is_written = bool(held_by(path).get("alive"))
     half = "the run is writing it" if is_written else "left by a killed process: resume removes it"
-    known = {*RUN_FILES, *LOGS, TIMELINE, REQUESTS, "state", "adapters"}
+    names = {*RUN_FILES, *LOGS, TIMELINE, REQUESTS, "state", "adapters"}
     for child in sorted(path.iterdir()):
-        if child.name not in known:
+        if child.name not in names:
             note = half if child.name.startswith(".") else "no result needs it"
             yield FileCheck(name=child.name, files=0, note=f"not compared: {note}")
     for pattern in ("state", "adapters/*"):
-        for left in sorted(path.glob(f"{pattern}/.*")):
-            yield FileCheck(name=left.relative_to(path).as_posix(), files=0, note=f"not compared: {half}")
+        for leftover in sorted(path.glob(f"{pattern}/.*")):
+            yield FileCheck(name=leftover.relative_to(path).as_posix(), files=0, note=f"not compared: {half}")

@@ -114,8 +114,8 @@ def _comparable(folder: Path, config: JobConfig) -> bool | None:
         return None if Path(job_base).name.casefold() == adapter_base.rsplit("/", 1)[-1].casefold() else False
     if adapter_base.casefold() != job_base.casefold():
         return False
-    known = revision and commit and _COMMIT.fullmatch(revision) and _COMMIT.fullmatch(commit)
-    return revision == commit if known else True
+    are_commits = revision and commit and _COMMIT.fullmatch(revision) and _COMMIT.fullmatch(commit)
+    return revision == commit if are_commits else True
 
 
 def _recorded_base(folder: Path) -> tuple[str, str | None]:

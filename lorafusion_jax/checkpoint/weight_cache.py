@@ -114,12 +114,12 @@ def _is_intact(folder: Path, places: Mapping[str, Place]) -> bool:
     return entry is not None
 
 
-def _remove_unused(cache: Path, wanted: Path) -> None:
+def _remove_unused(cache: Path, entry: Path) -> None:
     """Removes unused entries, and temporary folders of killed processes (`new_folder` cleans up those of `wanted`)."""
     for folder in cache.iterdir():
         with suppress(OSError):
             if folder.name.startswith("."):
-                if wanted.name not in folder.name:  # `new_folder` looks after that
+                if entry.name not in folder.name:  # `new_folder` looks after that
                     _remove_unlocked(folder)
             elif time.time() - folder.stat().st_mtime > UNUSED_S:
                 shutil.rmtree(folder)

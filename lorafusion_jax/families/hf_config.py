@@ -199,10 +199,10 @@ def unread_keys(raw: Mapping[str, Any], read: Collection[str], known: Collection
     >>> unread_keys({"vocab_size": 8, "use_cache": True, "attention_dropout": 0.0, "rope_twist": 2}, {"vocab_size"}, ())
     ['rope_twist=2']
     """
-    left = {key: value for key, value in raw.items() if key not in read and key not in known and key not in HARMLESS}
+    unread = {key: value for key, value in raw.items() if key not in read and key not in known and key not in HARMLESS}
     return [
         f"{shortened(key)[1:-1]}={shortened(value)}"
-        for key, value in left.items()
+        for key, value in unread.items()
         if not (value is None or (key in SWITCHES and value in OFF))
     ]
 

@@ -242,8 +242,8 @@ def _checkpoint_format(hf: HFConfig, family: Family, unsupported: list[str]) -> 
 
 def _refuse_other_options(hf: HFConfig, raw: Mapping[str, Any], family: Family, unsupported: list[str]) -> None:
     if hf.hidden_act not in _ACTIVATIONS:
-        known = ", ".join(name for name in _ACTIVATIONS if name)
-        unsupported.append(f"hidden_act {shortened(hf.hidden_act)} (known: {known})")
+        names = ", ".join(name for name in _ACTIVATIONS if name)
+        unsupported.append(f"hidden_act {shortened(hf.hidden_act)} (known: {names})")
     has_experts = any(raw.get(key) for key in ("num_experts", "num_local_experts") if key not in family.known)
     if family.experts is None and has_experts:
         unsupported.append("mixture of experts")

@@ -99,8 +99,8 @@ class _Reader:
         if missing:
             problems.append(f"rope_type {kind!r} lacks {', '.join(missing)}")
         beta = ("llama_4_scaling_beta",) if "llama_4_scaling_beta" in self.family.meanings else ()
-        known = {*_ALWAYS, *_LENGTHS, *needs, *_MAY.get(kind, ()), *beta, *self.family.known_of_rope}
-        others = [key for key, value in raw.items() if key not in known and value is not None and not problems]
+        keys = {*_ALWAYS, *_LENGTHS, *needs, *_MAY.get(kind, ()), *beta, *self.family.known_of_rope}
+        others = [key for key, value in raw.items() if key not in keys and value is not None and not problems]
         unread = [f"rope parameter {shortened(key)} of {kind}" for key in others]
         self._add(self.unsupported, unread)
         self._add(self.malformed, problems)

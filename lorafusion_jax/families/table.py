@@ -787,16 +787,16 @@ def find_families(architectures: Sequence[str], model_type: str | None) -> set[s
     by_name = {
         name: {family for family, row in FAMILIES.items() if name in row.architectures} for name in architectures
     }
-    known = {name: families for name, families in by_name.items() if families}
+    matches = {name: families for name, families in by_name.items() if families}
     typed = next((name for name, row in FAMILIES.items() if model_type in row.model_types), model_type)
     if typed is None or typed not in known_names(GROUP, FAMILIES):
-        others: set[str | None] = {None} if typed is not None and known else set()
-        return others.union(*known.values())
+        others: set[str | None] = {None} if typed is not None and matches else set()
+        return others.union(*matches.values())
     of_type = family_named(typed).architectures
-    if architectures and not known and not {*architectures} & {*of_type}:
+    if architectures and not matches and not {*architectures} & {*of_type}:
         return set()
     families: set[str | None] = {typed}
-    return families.union(*(others for name, others in known.items() if name not in of_type))
+    return families.union(*(others for name, others in matches.items() if name not in of_type))
 
 
 def known_models() -> str:

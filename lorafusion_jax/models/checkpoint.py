@@ -89,17 +89,17 @@ def plain_index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tupl
 def _rows(stored: Stored, rows: slice) -> np.ndarray:
     array = np.empty((rows.stop - rows.start, *stored.shape[1:]), DTYPES[stored.dtype])
     row_bytes = math.prod(stored.shape[1:]) * array.itemsize
-    wanted = memoryview(array.reshape(-1).view(np.uint8))
+    rest = memoryview(array.reshape(-1).view(np.uint8))
     with stored.file.open("rb", buffering=0) as file:
         file.seek(stored.start + rows.start * row_bytes)
-        while wanted:
-            if not (count := file.readinto(wanted)):
+        while rest:
+            if not (count := file.readinto(rest)):
                 raise CheckpointError(
                     "model.broken-file",
                     "a weight file was truncated while it was read.",
                     where=str(stored.file),
                 )
-            wanted = wanted[count:]
+            rest = rest[count:]
     return array
 
 

@@ -167,8 +167,8 @@ def _read_expert(part: Part, stored: Mapping[str, Stored], expert: int, rows: sl
     return np.ldexp(pairs, scales.astype(np.int32)[..., None] - _BIAS).reshape(len(blocks), -1)
 
 
-def _overlap(wanted: slice, first: int, size: int) -> slice:
-    return slice(max(wanted.start, first), min(wanted.stop, first + size))
+def _overlap(rows: slice, first: int, size: int) -> slice:
+    return slice(max(rows.start, first), min(rows.stop, first + size))
 
 
 def _moved(cut: slice, origin: int) -> slice:

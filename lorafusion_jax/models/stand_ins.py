@@ -24,13 +24,13 @@ def stand_ins(tensors: Sequence[Tensor], kind: StoredKind | None, dtype: np.dtyp
     Args:
         kind: storage of the layers' kernels; None: they have `dtype`, as all others.
     """
-    made: dict[tuple, jax.Array] = {}
+    array_of: dict[tuple, jax.Array] = {}
 
     def filled(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         key = shape, jnp.dtype(dtype), rule(name, shape)
-        if key not in made:
-            made[key] = _fill(*key)()
-        return made[key]
+        if key not in array_of:
+            array_of[key] = _fill(*key)()
+        return array_of[key]
 
     def of(tensor: Tensor) -> Any:
         name, shape = tensor.leaf_name, tensor.leaf_shape

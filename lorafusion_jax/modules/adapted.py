@@ -57,9 +57,9 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
     site: Any = layer.lora_site[...] if plan.linear.stack else int(plan.sites)
 
     def product(x: Array, w: Array | Stored, inside: tuple[int, ...], result: Result) -> Array:
-        known = tuple(axis + experts for axis in plan.linear.inside)
-        if inside != known:
-            raise unsupported_linear(plan.path, f"its call sums over axes {inside} of the weight, not {known}")
+        axes = tuple(axis + experts for axis in plan.linear.inside)
+        if inside != axes:
+            raise unsupported_linear(plan.path, f"its call sums over axes {inside} of the weight, not {axes}")
         call = Call(layer=layer, x=x, inside=inside, result=result, context=chosen)
         if (y := product_beside_siblings(call)) is not None:
             return y

@@ -73,10 +73,10 @@ def apply_lora(
     names = [spec.name for spec in adapters]
     if not adapters or len(set(names)) < len(names):
         raise ConfigError("lora.adapters", f"adapters need one or more different names, got {names}.")
-    wanted = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
+    patterns = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
     targeted, left_out = find_targets(
         model,
-        {spec.name: wanted or spec.targets for spec in adapters},
+        {spec.name: patterns or spec.targets for spec in adapters},
         allow_partial=allow_partial,
         heads=(heads,) if isinstance(heads, str) else heads,
         exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),

@@ -18,16 +18,16 @@ def exchanged_class(cls: type, prefix: str, call: Callable[..., Any]) -> type:
 
     def reduce(module: Any, protocol: Any) -> tuple:
         """Names how the class is made: pickle looks a class up by its name, and no module has this one."""
-        return (_new, (cls, prefix, call), *super(made, module).__reduce_ex__(protocol)[2:])
+        return (_new, (cls, prefix, call), *super(cls_with_call, module).__reduce_ex__(protocol)[2:])
 
     members = {"__call__": __call__, "lora_class": cls, "__module__": cls.__module__, "__reduce_ex__": reduce}
-    made = type(f"{prefix}{cls.__name__}", (cls,), members)
-    return made
+    cls_with_call = type(f"{prefix}{cls.__name__}", (cls,), members)
+    return cls_with_call
 
 
 def _new(cls: type, prefix: str, call: Callable[..., Any]) -> Any:
-    made: Any = exchanged_class(cls, prefix, call)
-    return made.__new__(made)
+    new_class: Any = exchanged_class(cls, prefix, call)
+    return new_class.__new__(new_class)
 
 
 def own_class(module: nnx.Module) -> type:

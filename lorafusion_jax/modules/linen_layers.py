@@ -124,8 +124,10 @@ def find_layers(
         problems[tuple(module.path)] = getattr(problem, "why", "") or str(problem)
 
     def run(variables: Any, *args: Any) -> Any:
-        wanted = intercept(kinds, lambda module: _is_of(params, module), note, axes={}, watch=watch, otherwise=refuse)
-        with traced_anew(), wanted:
+        interceptor = intercept(
+            kinds, lambda module: _is_of(params, module), note, axes={}, watch=watch, otherwise=refuse
+        )
+        with traced_anew(), interceptor:
             return model.apply(variables, *args, mutable=True, **options)
 
     jax.eval_shape(run, {name: tree for name, tree in variables.items() if name != "LoRAParam"}, *args)
@@ -142,11 +144,11 @@ def find_layers(
         OtherModule(
             path=path,
             kind=type(module).__name__,
-            why=_why(module, list(left), problems.get(path), adapted=bool(times[path])),
-            is_table=_is_table(module, left),
+            why=_why(module, list(left_out), problems.get(path), adapted=bool(times[path])),
+            is_table=_is_table(module, left_out),
         )
         for path, (module, shapes) in watched.items()
-        if (left := _left_out(module, shapes, [layer.weight for layer in layers if layer.scope == path]))
+        if (left_out := _left_out(module, shapes, [layer.weight for layer in layers if layer.scope == path]))
         and _is_of(params, module)
     ]
     return Ran(layers=layers, others=others)
@@ -158,8 +160,8 @@ def _left_out(
     """Returns the matrices of a module that takes no LoRA, and of one of another package those beside its weight."""
     if weights and type(module).__module__.startswith("flax."):
         return {}
-    left = {name: shapes[name] for name in without_biases(shapes) if name not in weights}
-    return left if not weights or plausible_weights(left) else {}
+    left_out = {name: shapes[name] for name in without_biases(shapes) if name not in weights}
+    return left_out if not weights or plausible_weights(left_out) else {}
 
 
 def frozen_multiply(x: Array, w: Array | StoredWeight, inside: tuple[int, ...], result: Result) -> Array:

@@ -364,9 +364,9 @@ def _dropped_product(bank: Bank, x: Array, w_KN: FrozenWeight, ctx: LoRAContext,
         return None
     rows = x.reshape(-1, x.shape[-1])
     row_adapter = jnp.repeat(ctx.tile_adapter, len(rows) // len(ctx.tile_adapter), total_repeat_length=len(rows))
-    kept = inverse_keep(dropout.rate)[jnp.maximum(row_adapter, 0)][:, None] * rows.astype(jnp.float32)
-    kept = jnp.where(keep_mask(dropout, row_adapter, rows.shape[1]), kept, 0.0)
-    return _plain((kept - rows).astype(x.dtype).reshape(x.shape), w_KN, None)
+    kept_rows = inverse_keep(dropout.rate)[jnp.maximum(row_adapter, 0)][:, None] * rows.astype(jnp.float32)
+    kept_rows = jnp.where(keep_mask(dropout, row_adapter, rows.shape[1]), kept_rows, 0.0)
+    return _plain((kept_rows - rows).astype(x.dtype).reshape(x.shape), w_KN, None)
 
 
 def _plain(x: Array, w_KN: FrozenWeight, bias: Array | None) -> Array:

@@ -32,11 +32,11 @@ def merged_weight(
     back = np.argsort(order)
     num_in = math.prod(shape[axis] for axis in inside)
     sizes = Sizes(K=num_in, N=math.prod(shape) // num_in, R=spec.rank, scale=spec.scale)
-    known = {leaf.name: leaf for leaf in kind.leaves}
+    leaf_of = {leaf.name: leaf for leaf in kind.leaves}
     merged = np.empty(weight.shape, weight.dtype)
     for number in np.ndindex(weight.shape[:stack]):
         tensors = {
-            name: known[name].cut(np.asarray(leaf[number], np.float64), {"K": sizes.K, "N": sizes.N, "R": spec.rank})
+            name: leaf_of[name].cut(np.asarray(leaf[number], np.float64), {"K": sizes.K, "N": sizes.N, "R": spec.rank})
             for name, leaf in leaves.items()
         }
         kernel = np.asarray(weight[number], np.float64).transpose(order)

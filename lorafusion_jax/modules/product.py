@@ -184,7 +184,7 @@ def _exchange(
 ) -> Any:
     names = list(weights)
     types = [_abstract_weight(weight, inside, inputs) for weight, inside in weights.values()]
-    closed, shapes = jax.make_jaxpr(lambda *taken: call(dict(zip(names, taken, strict=True))), return_shape=True)(
+    closed, shapes = jax.make_jaxpr(lambda *arrays: call(dict(zip(names, arrays, strict=True))), return_shape=True)(
         *types
     )
     run = _Run(product=product, where=where, experts=experts, may_cut=may_cut)
@@ -210,9 +210,9 @@ def _abstract_weight(weight: Array | Stored, inside: tuple[int, ...], inputs: An
     sharding = jax.typeof(kind).sharding
     if sharding.mesh.empty or all(entry is None for entry in sharding.spec):
         return kind
-    taken = {name for leaf in jax.tree.leaves(inputs) for name in _mesh_axes(leaf)}
+    mesh_axes = {name for leaf in jax.tree.leaves(inputs) for name in _mesh_axes(leaf)}
     spec = [
-        None if axis in inside else tuple(name for name in _names(entry) if name not in taken) or None
+        None if axis in inside else tuple(name for name in _names(entry) if name not in mesh_axes) or None
         for axis, entry in enumerate(sharding.spec)
     ]
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding.update(spec=P(*spec)))
@@ -285,20 +285,20 @@ class _Run:
         """Returns the outputs, and which of them are weights themselves."""
         inputs = [*jaxpr.constvars, *jaxpr.invars]
         env = dict(zip(inputs, values, strict=True))
-        known = {inputs[index]: held for index, held in weights.items()}
+        weight_of = {inputs[index]: held for index, held in weights.items()}
 
         def read(atom):
             return atom.val if isinstance(atom, Literal) else env[atom]
 
         def held_in(atoms):
-            held = {index: known.get(atom) for index, atom in enumerate(atoms) if not isinstance(atom, Literal)}
+            held = {index: weight_of.get(atom) for index, atom in enumerate(atoms) if not isinstance(atom, Literal)}
             return {index: weight for index, weight in held.items() if weight is not None}
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
             outputs, weights_out = self._step(jaxpr, eqn, operands, held_in(eqn.invars))
             env.update(zip(eqn.outvars, outputs, strict=True))
-            known.update({eqn.outvars[index]: held for index, held in weights_out.items()})
+            weight_of.update({eqn.outvars[index]: held for index, held in weights_out.items()})
         return [read(atom) for atom in jaxpr.outvars], held_in(jaxpr.outvars)
 
     def _step(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any], weights: dict[int, _Held]):
@@ -372,8 +372,8 @@ class _Run:
             raise unsupported_linear(self.where, "it has a weight for each expert and sets out_sharding")
         casts = None if held.casts is None else (*held.casts, dtype)
         placed = self._sharding(sharding, back)
-        made = Result(dtype=result, sharding=placed, experts=experts, part=held.part, casts=casts)
-        y = self.product(held.name, x, w, inside, made)
+        product = Result(dtype=result, sharding=placed, experts=experts, part=held.part, casts=casts)
+        y = self.product(held.name, x, w, inside, product)
         for factor in held.factors:
             y = (y * factor).astype(y.dtype)
         return jnp.transpose(y, back)

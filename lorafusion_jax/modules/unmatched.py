@@ -29,8 +29,8 @@ def unknown_target(target: str, linear: Sequence[str], refused: Sequence[Refused
         refused: other modules with weights.
     """
     names = sorted({path.rsplit(".", 1)[-1] for path in linear if path})
-    known = {*names, *linear, ALL_LINEAR} if linear else set(names)
-    near = did_you_mean(target, sorted(known - {target}), most=2)
+    all_names = {*names, *linear, ALL_LINEAR} if linear else set(names)
+    near = did_you_mean(target, sorted(all_names - {target}), most=2)
     reasons = "; ".join(f"{paths}: {why}" for paths, why in by_reason(refused)[:4])
     if linear:
         return ConfigError(

@@ -265,13 +265,13 @@ def _strip(layer: Any) -> None:
 
 def _layers_of(model: nnx.Module, name: str) -> Iterator[tuple[Any, LoRAPlan, int]]:
     """Yields the layers that an adapter targets, each once."""
-    seen: set[int] = set()
+    ids: set[int] = set()
     names: dict[str, None] = {}
     for _, layer in walk(model):
         plan = getattr(layer, "lora_plan", None)
-        if plan is None or id(layer) in seen:
+        if plan is None or id(layer) in ids:
             continue
-        seen.add(id(layer))
+        ids.add(id(layer))
         names |= dict.fromkeys(spec.name for spec in plan.adapters)
         index = next((number for number in plan.members if plan.adapters[number].name == name), None)
         if index is not None:

@@ -93,12 +93,12 @@ def learning_rates(settings: OptimizerSettings, num_steps: int) -> np.ndarray:
     import jax
 
     warm = warmup_steps(settings, num_steps)
-    left = num_steps - warm
-    body = schedule(settings.schedule).build(settings.lr, settings.min_lr_ratio, max(left, 1))
+    after_warm = num_steps - warm
+    body = schedule(settings.schedule).build(settings.lr, settings.min_lr_ratio, max(after_warm, 1))
     rising = settings.lr * np.arange(1, warm + 1) / max(warm, 1)
-    counts = np.arange(-(-left // LENGTH) * LENGTH, dtype=np.int32)
+    counts = np.arange(-(-after_warm // LENGTH) * LENGTH, dtype=np.int32)
     with jax.default_device(_host()):  # a live session's devices are busy with others
-        falling = (np.asarray(body(jax.device_put(counts))) * np.ones(len(counts)))[:left]
+        falling = (np.asarray(body(jax.device_put(counts))) * np.ones(len(counts)))[:after_warm]
     with np.errstate(over="ignore"):
         return np.concatenate([rising, falling]).astype(np.float32)
 

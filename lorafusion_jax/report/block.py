@@ -123,7 +123,7 @@ def _result(row: Row) -> str:
 
 def _cells(name: str, row: Row, speed: SlotDone | None) -> dict[str, str]:
     tokens = speed.adapter_tokens_per_s.get(name) if speed else None
-    left = speed.adapter_eta_s.get(name) if speed else None
+    eta = speed.adapter_eta_s.get(name) if speed else None
     return {
         "steps": f"{exact(row.step)}/{exact(row.num_steps)}",
         "share": f"{100 * row.step / max(row.num_steps, 1):.0f} %",
@@ -133,7 +133,7 @@ def _cells(name: str, row: Row, speed: SlotDone | None) -> dict[str, str]:
         "lr": "" if row.lr is None else f"lr {rate(row.lr)}",
         "held-out": "" if row.eval_loss is None else f"held-out {row.eval_loss:.3f}",
         "speed": "" if tokens is None or row.done or row.stopped else f"{count(tokens)} tok/s",
-        "eta": "done" if row.done else row.stopped if row.stopped else "" if left is None else f"eta {duration(left)}",
+        "eta": "done" if row.done else row.stopped if row.stopped else "" if eta is None else f"eta {duration(eta)}",
     }
 
 

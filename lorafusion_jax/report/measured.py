@@ -42,15 +42,15 @@ def settled_slots(plan: Plan, timeline: Timeline) -> range:
     In the first slots pipeline, caches and queues fill and the GPU warms up, which predictions do not model. S more
     slots are excluded, because they were in the pipeline at that time.
     """
-    seen = sorted({span.slot for span in timeline.spans})
-    if not seen:
+    slots = sorted({span.slot for span in timeline.spans})
+    if not slots:
         return range(0)
     first: dict[str, int] = {}
     for slot, adapter, _ in plan.batches_ending():
-        if seen[0] <= slot <= seen[-1]:
+        if slots[0] <= slot <= slots[-1]:
             first[adapter] = min(slot, first.get(adapter, slot))
-    start, end = max(first.values(), default=seen[0]) + 1 + timeline.num_stages, seen[-1] + 1
-    return range(start, end) if end - start > 2 * timeline.num_stages else range(seen[0], end)
+    start, end = max(first.values(), default=slots[0]) + 1 + timeline.num_stages, slots[-1] + 1
+    return range(start, end) if end - start > 2 * timeline.num_stages else range(slots[0], end)
 
 
 def reference_share(events: Iterable[Mapping[str, Any]], trained_s: float | None) -> tuple[float, str] | None:

@@ -108,10 +108,10 @@ def _drop_repeated(path: Path, slot: int) -> None:
         return
     content = read_bytes(path, LOG)
     rows = [(line, parse_row(line)) for line in split_lines(content)]
-    kept = [
+    rows_once = [
         line
         for line, row in rows
         if line.endswith(b"\n") and (row is None or row["slot"] <= slot or row["kind"] not in REPEATED)
     ]
-    if (text := b"".join(kept)) != content:
+    if (text := b"".join(rows_once)) != content:
         replace_bytes(path, text)

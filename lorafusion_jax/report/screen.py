@@ -134,8 +134,8 @@ class Screen:
                 self._on_changed(event)
             case PlanRevised():
                 self._slots, self._phase = event.slots, ""
-                left, before = exact(event.slots_left), exact(event.slots_left_before)
-                self._line(f"planned again: {left} slots left instead of {before}", always=True)
+                slots, before = exact(event.slots_left), exact(event.slots_left_before)
+                self._line(f"planned again: {slots} slots left instead of {before}", always=True)
             case RequestRefused():
                 self._line(f"request refused: {event.text}", always=True, style="bold yellow")
             case AdapterFailed():
@@ -203,12 +203,12 @@ class Screen:
             self._line(f"  {event.memory_warning}", always=True, style="bold yellow")
 
     def _on_moved(self, event: RunMoved) -> None:
-        left, before = exact(event.slots_left), exact(event.slots_left_before)
+        slots, before = exact(event.slots_left), exact(event.slots_left_before)
         mesh_text = " and ".join(
             f"{count} {unit}{'' if count == 1 else 's'}"
             for unit, count in (("stage", event.stages), ("replica", event.replicas))
         )
-        self._line(f"planned again for {mesh_text}: {left} slots left instead of {before}", always=True)
+        self._line(f"planned again for {mesh_text}: {slots} slots left instead of {before}", always=True)
 
     def _on_started_up(self, event: StartedUp) -> None:
         self._phase = ""

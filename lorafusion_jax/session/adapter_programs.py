@@ -156,8 +156,8 @@ class AdapterPrograms:
             return lv.take(leaves, columns, own_columns, adapter.first), optimizer
 
         def copy(*arguments: Any) -> Any:
-            taken, optimizer = state(*arguments)
-            parts = {name: cut(leaf, *_cuts(leaf)) if _cuts(leaf)[1] > 1 else [leaf] for name, leaf in taken.items()}
+            leaves, optimizer = state(*arguments)
+            parts = {name: cut(leaf, *_cuts(leaf)) if _cuts(leaf)[1] > 1 else [leaf] for name, leaf in leaves.items()}
             return parts, jax.tree.map(lambda leaf: cut(leaf, *_cuts(leaf)), optimizer)
 
         arguments = adapter, leaves, optimizer

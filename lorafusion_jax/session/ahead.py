@@ -238,8 +238,8 @@ def processes_beside(pool: int | None, card: int | None) -> int:
 def environment_of(card: Any) -> dict[str, str]:
     """Returns the environment of a process that sees this one of the cards that this process sees."""
     visible, number = os.environ.get("CUDA_VISIBLE_DEVICES"), card.local_hardware_id or 0
-    seen = visible.split(",")[number].strip() if visible else str(number)
-    return os.environ | {"CUDA_VISIBLE_DEVICES": seen}
+    device = visible.split(",")[number].strip() if visible else str(number)
+    return os.environ | {"CUDA_VISIBLE_DEVICES": device}
 
 
 def create_handles(cards: Sequence[Any]) -> None:

@@ -259,8 +259,8 @@ def fitting_remat(config: JobConfig, model: ModelConfig) -> RematPolicy:
     size, problem = device_bytes(), memory_problem_here(config, model)
     mine = "everything" if size is None else choose_remat(problem, size, usable=ALLOCATOR_USABLE)
     # Replicas must compile the same programs, so processes choose what fits on all of them.
-    wanted = REMAT_POLICIES.index(mine)
-    return next(remat for number, remat in enumerate(REMAT_POLICIES) if not any_process(wanted > number))
+    first = REMAT_POLICIES.index(mine)
+    return next(remat for number, remat in enumerate(REMAT_POLICIES) if not any_process(first > number))
 
 
 def _has_room_to_start(config: JobConfig, model: ModelConfig, remat: RematPolicy) -> bool:

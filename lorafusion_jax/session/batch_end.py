@@ -93,8 +93,8 @@ def not_finite(stages: Sequence[AnyStage], adapter: int, result: StepResult) -> 
 
 
 def _first_bad(stages: Sequence[AnyStage], names: Sequence[Sequence[str]], finite: Sequence[np.ndarray]) -> str | None:
-    for index, (stage, known, flags) in enumerate(zip(stages, names, finite, strict=True)):
-        bad = next((name for name, good in zip(known, flags, strict=True) if not good), None)
+    for index, (stage, leaf_names, flags) in enumerate(zip(stages, names, finite, strict=True)):
+        bad = next((name for name, good in zip(leaf_names, flags, strict=True) if not good), None)
         if bad is None:
             continue
         bad_layers = stage.layer_numbers(bad) if bad.startswith(LAYERS) else None

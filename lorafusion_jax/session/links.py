@@ -56,12 +56,12 @@ class Link:
         assert self.wire is not None
         assert self.receiving is not None
         leaves, structure = jax.tree.flatten(like)
-        wanted = [
+        described = [
             jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype, sharding=SingleDeviceSharding(device))
             for leaf in leaves
             for device in sharding.addressable_devices_indices_map(leaf.shape)
         ]
-        parts, count = self.wire.receive(self.receiving, wanted), len(wanted) // len(leaves)
+        parts, count = self.wire.receive(self.receiving, described), len(described) // len(leaves)
         return structure.unflatten(
             jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts[number * count : (number + 1) * count])
             for number, leaf in enumerate(leaves)
@@ -100,8 +100,8 @@ class Announcement:
         assert self.receiving is not None
         leaves, structure = jax.tree.flatten(like)
         sharding = SingleDeviceSharding(self.device)
-        wanted = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in leaves if leaf.size]
-        arrays = iter(self.wire.receive(self.receiving, wanted))
+        described = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in leaves if leaf.size]
+        arrays = iter(self.wire.receive(self.receiving, described))
         empty = (jnp.zeros(leaf.shape, leaf.dtype, device=sharding) for leaf in leaves if not leaf.size)
         return structure.unflatten([next(arrays if leaf.size else empty) for leaf in leaves])
 

@@ -127,8 +127,8 @@ class PlaceWriter:
     def number_objective(self, task: Task) -> int:
         """Returns the number of a task's objective in the session, which learns it if it is new."""
         chosen = task.chosen
-        known = (number for number, other in enumerate(self._objectives) if chosen.same_as(other))
-        if (number := next(known, None)) is not None:
+        numbers = (number for number, other in enumerate(self._objectives) if chosen.same_as(other))
+        if (number := next(numbers, None)) is not None:
             return number
         self._objectives.append(chosen)
         objectives = tuple(self._objectives)

@@ -340,13 +340,13 @@ def run_passes(
     Returns:
         The references of each adapter.
     """
-    made: dict[str, SetReferences] = {}
+    references: dict[str, SetReferences] = {}
     for pass_of_set in passes:
         name, tokens = pass_of_set.adapter, count(len(pass_of_set.samples.tokens))
         on_progress(f"computing the reference of {name}, {tokens} tokens")
         values = yield from pass_of_set.run(executor)
-        made[name] = {**made.get(name, {}), pass_of_set.result_key: values}
-    return made
+        references[name] = {**references.get(name, {}), pass_of_set.result_key: values}
+    return references
 
 
 def finish[T](steps: Generator[None, None, T]) -> T:

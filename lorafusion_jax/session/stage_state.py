@@ -297,8 +297,8 @@ class StageState:
             optimizer: arrays of its state by path, for all layers (None: the initial state).
         """
         spec, adapter = self._specs[index], self.places[index]
-        known = self.programs.columns.trained | self.programs.columns.constants
-        new_leaves = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items() if name in known}
+        columns = self.programs.columns.trained | self.programs.columns.constants
+        new_leaves = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items() if name in columns}
         trained = replicate(
             {name: leaf for name, leaf in new_leaves.items() if name in self.programs.columns.trained}, self.mesh
         )

@@ -226,11 +226,11 @@ def _own_arrays(
     parts = [{name: at for name, at in columns.items() if name in host} for host in hosts]
 
     def of_adapter(index: int, spec: AdapterSpec) -> dict[str, np.ndarray]:
-        taken = [
+        arrays = [
             lv.take_adapter(part, host, index, lv.own_columns(part, index, spec), lead=lead)
             for part, host in zip(parts, hosts, strict=True)
         ]
-        return _join(taken, lambda name: name, partial(np.concatenate, axis=lead - 1))
+        return _join(arrays, lambda name: name, partial(np.concatenate, axis=lead - 1))
 
     return {spec.name: of_adapter(index, spec) for index, spec in adapters}
 

@@ -200,10 +200,10 @@ class Stream(Source):
         why = why or "its client was closed"
         with self._lock:
             self._closed = self._closed or why
-            left = [*self._calls, *self._issued]
+            open_calls = [*self._calls, *self._issued]
             self._calls.clear()
             self._steps.clear()
-        for call in left:
+        for call in open_calls:
             settle(call.future, _closed(why))
 
     # The source of windows.

@@ -418,10 +418,10 @@ def step_rates(adapter: AdapterConfig, data: AdapterData) -> np.ndarray:
     """
     first = data.order if data.first is None else data.first
     planned = [len(first), *(part.samples for part in adapter.extended)]
-    taken = np.diff([0, *data.cuts, len(data.order)])
+    counts = np.diff([0, *data.cuts, len(data.order)])
     rates = [learning_rates(adapter.optim, _steps(adapter, samples)) for samples in planned]
     return np.concatenate(
-        [of_part[: _steps(adapter, count)] for of_part, count in zip(rates, taken.tolist(), strict=True)]
+        [of_part[: _steps(adapter, count)] for of_part, count in zip(rates, counts.tolist(), strict=True)]
     )
 
 

@@ -51,14 +51,14 @@ def compile_stages(
     times: dict[str, tuple[float, float]] = {}
     with ThreadPoolExecutor(1 if in_turn else len(work), "compile") as threads:
         running = {threads.submit(_time_work, compile_part): name for name, (_, compile_part) in work.items()}
-        left = dict.fromkeys(work)
-        on_progress(list(left))
+        programs_left = dict.fromkeys(work)
+        on_progress(list(programs_left))
         for done in as_completed(running):
             name = running[done]
             with blaming(work[name][0], None):
                 times[name] = done.result()
-            del left[name]
-            on_progress(list(left))
+            del programs_left[name]
+            on_progress(list(programs_left))
     return times
 
 

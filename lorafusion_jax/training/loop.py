@@ -289,11 +289,11 @@ class PlanRun:
         save = self._job.config.save
         if save.every_steps is not None and self._session.steps.num_issued - self._steps_saved >= save.every_steps:
             return True
-        wanted = self._stop.is_set() or self._hooks.wants_revision()
+        is_asked = self._stop.is_set() or self._hooks.wants_revision()
         if (minutes := save.every_minutes) is not None:
             minutes = minutes if self._saves else min(minutes, FIRST_SAVE_MINUTES)
-            wanted |= time.monotonic() - self._saved_at > 60 * minutes
-        return any_process(wanted) if slot % ASK_EVERY == 0 or is_alone() else False
+            is_asked |= time.monotonic() - self._saved_at > 60 * minutes
+        return any_process(is_asked) if slot % ASK_EVERY == 0 or is_alone() else False
 
     def _save_state(self, *, wait: bool = False) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds

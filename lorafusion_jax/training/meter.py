@@ -116,14 +116,14 @@ class Meter:
             evaluations_left_s or 0.0
         )
         each_s = eta_s / max(rows_left, 1)
-        left = {name: self._rows_left(slots_done, last + 1) * each_s for name, last in self._last.items()}
+        seconds_left = {name: self._rows_left(slots_done, last + 1) * each_s for name, last in self._last.items()}
         return {
             "slots": len(self._tokens),
             "useful_tokens_per_s": round(useful / wall_s, 1),
             "processed_tokens_per_s": round(rows / wall_s, 1),
             "slot_seconds": round(per_slot, 5),
             "eta_s": round(eta_s, 2),
-            "adapter_eta_s": {name: round(seconds, 2) for name, seconds in left.items()},
+            "adapter_eta_s": {name: round(seconds, 2) for name, seconds in seconds_left.items()},
             "adapter_tokens_per_s": {name: round(tokens / wall_s, 1) for name, tokens in tokens_of.items()},
             "paused_share": round(paused_s / (self._busy_s + paused_s), 4),
             "paused_s": {reason: round(seconds, 3) for reason, seconds in self._paused_s.items()},

@@ -252,9 +252,9 @@ class JoiningReferences:
             joining.began, joining.passes_s = time.perf_counter(), self._session.spans.passes_s
             self._session.references.add(request, joining.opened.result(), partial(self._take_made, joining))
 
-    def _take_made(self, joining: _Joining, made: References | None) -> None:
-        joining.made = made
-        if made is None:  # it was dropped
+    def _take_made(self, joining: _Joining, references: References | None) -> None:
+        joining.made = references
+        if references is None:  # it was dropped
             return
         tokens = sum(len(opened.samples.tokens) for opened in joining.opened.result())
         self._emit(

@@ -159,13 +159,13 @@ class Revisions:
             step = steps.pop()
             self._emit(PhaseBegun(text="planning"))
             try:
-                plan, made = revise(step.after, slot, list(step.changes.values()))
+                plan, changes = revise(step.after, slot, list(step.changes.values()))
             except REFUSABLE as problem:
                 if step.request is None:
                     raise
                 self._refuse(step.request.name, f"{step.request.description}: {_one_line(problem)}")
             else:
-                return Proposal(after=step.after, plan=plan, changes=made, references=step.references)
+                return Proposal(after=step.after, plan=plan, changes=changes, references=step.references)
         return None
 
     def _refuse_additions(self, proposal: Proposal, why: str) -> None:
@@ -210,11 +210,11 @@ class Revisions:
 
     def _requests(self) -> Iterator[Request]:
         """Yields pending requests, oldest first. Reports and removes invalid files."""
-        known = {change.request for change in self._recorded}
+        recorded = {change.request for change in self._recorded}
         for file in request_files(self._folder.path):
             if file.name in self._stuck:
                 continue
-            if file.name in known:  # executed before the process was killed
+            if file.name in recorded:  # executed before the process was killed
                 self._remove_requests([file.name])
                 continue
             try:

@@ -301,12 +301,12 @@ class Run:
         stored, missing = split_stored(new, folder.read_record())
         prepared = read_references(folder.path, folder.read_record(), self._job.config, self._job.prepared, stored)
         if missing:
-            made, events = compute_references(self._session, prepared, missing, self._listener, slots_done)
-            prepared = with_references(prepared, made)
+            references, events = compute_references(self._session, prepared, missing, self._listener, slots_done)
+            prepared = with_references(prepared, references)
             for event in events:
                 self._listener(event)
             if is_first():
-                folder.write_record(store_references(folder.path, folder.read_record(), made, self._job.config))
+                folder.write_record(store_references(folder.path, folder.read_record(), references, self._job.config))
             barrier()
         self._job.prepared = prepared
         self._session.take_data(self._job.config, prepared)

@@ -90,11 +90,11 @@ def _nf4_state(tensors: Tensors, in_features: int, out_features: int, *, double:
         ValueError: it is stored in another way than its format's name says.
     """
     state = json.loads(tensors[".weight.quant_state.bitsandbytes__nf4"].tobytes())
-    wanted = {"quant_type": "nf4", "blocksize": nf4.BLOCK, "shape": [out_features, in_features]}
-    wanted |= {"nested_blocksize": nf4.GROUP, "nested_dtype": "float32"} if double else {}
+    expected = {"quant_type": "nf4", "blocksize": nf4.BLOCK, "shape": [out_features, in_features]}
+    expected |= {"nested_blocksize": nf4.GROUP, "nested_dtype": "float32"} if double else {}
     if not isinstance(state, dict):
         raise ValueError("quant_state is not an object")
-    for key, value in wanted.items():
+    for key, value in expected.items():
         if state.get(key) != value:
             raise ValueError(f"its {key} is {state.get(key)!r}, not {value!r}")
     maps = {".weight.quant_map": NF4} | ({".weight.nested_quant_map": DYNAMIC} if double else {})

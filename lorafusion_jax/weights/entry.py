@@ -137,11 +137,11 @@ class Entry:
     def close(self) -> None:
         os.close(self._file)
 
-    def _fill(self, wanted: memoryview, start: int) -> None:
-        while wanted:
-            if not (count := os.preadv(self._file, [wanted], start)):
+    def _fill(self, target: memoryview, start: int) -> None:
+        while target:
+            if not (count := os.preadv(self._file, [target], start)):
                 raise OSError(f"{self.folder / WEIGHTS} was truncated while it was read")
-            wanted, start = wanted[count:], start + count
+            target, start = target[count:], start + count
 
     def _check(self) -> None:
         try:

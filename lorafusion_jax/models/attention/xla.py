@@ -69,8 +69,8 @@ def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB, rule: ScoreRule, sinks_H: jax.Arra
 
     def visit(d, at, carry):
         m_old, total_old, o_old, q_p, ids_p, order_p = _take((*carry, q, ids, order), at)
-        k, v, seen = _earlier_block(keys, ids_p, order_p, d, rule.window)
-        s = jnp.where(seen, _cap(_scores(q_p, k, rule), rule), _MASKED)
+        k, v, visible = _earlier_block(keys, ids_p, order_p, d, rule.window)
+        s = jnp.where(visible, _cap(_scores(q_p, k, rule), rule), _MASKED)
         m = jnp.maximum(m_old, s.max(-1))
         p, fade = jnp.exp(s - m[..., None]), jnp.exp(m_old - m)
         o = o_old * fade[..., None] + _product("nkrs,nksc->nkrc", p.astype(v.dtype), v)
@@ -97,14 +97,14 @@ def _backward(residuals, do_nKGBC, rule: ScoreRule):
     def visit(d, at, carry):
         dq, dk, dv = carry
         dq_p, q, do, lse, delta, ids_p, order_p = _take((dq, *rows, order), at)
-        k, v, seen = _earlier_block(keys, ids_p, order_p, d, rule.window)
+        k, v, visible = _earlier_block(keys, ids_p, order_p, d, rule.window)
         capped = _cap(_scores(q, k, rule), rule)
-        p = jnp.where(seen, jnp.exp(capped - lse[..., None]), 0.0)
+        p = jnp.where(visible, jnp.exp(capped - lse[..., None]), 0.0)
         dp = _product("nkrc,nksc->nkrs", do, v)
         ds = p * (dp - delta[..., None]) * rule.scale
         if rule.soft_cap is not None:
             ds = ds * (1 - jnp.square(capped / rule.soft_cap))
-        ds = jnp.where(seen, ds, 0.0).astype(q.dtype)
+        ds = jnp.where(visible, ds, 0.0).astype(q.dtype)
         (dq,) = _put((dq,), (dq_p + _product("nkrs,nksc->nkrc", ds, k),), at)
         block = n + order_p - d
         dk = dk.at[block].add(_product("nkrs,nkrc->nksc", ds, q), unique_indices=True)
@@ -166,10 +166,10 @@ def _earlier_block(keys, ids_pB, order_p, d, window: int | None = None):
     block = keys[0].shape[0] // 2 + order_p - d
     k, v, ids = (x.at[block].get(mode="promise_in_bounds", unique_indices=True) for x in keys)
     rows = jnp.arange(ids.shape[1])
-    seen = (ids_pB[:, :, None] == ids[:, None]) & ((rows[:, None] >= rows) | (d > 0))
+    visible = (ids_pB[:, :, None] == ids[:, None]) & ((rows[:, None] >= rows) | (d > 0))
     if window is not None:
-        seen &= d * ids.shape[1] + rows[:, None] - rows < window
-    return k, v, seen[:, None, None]
+        visible &= d * ids.shape[1] + rows[:, None] - rows < window
+    return k, v, visible[:, None, None]
 
 
 def _scores(q_nKGBC, k_nKBC, rule: ScoreRule):
