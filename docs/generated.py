@@ -16,8 +16,12 @@ from campaigns.reliability_table import table  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
-from lorafusion_jax.config.schema import AdapterConfig  # noqa: E402
-from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
+from lorafusion_jax.config.schema import (  # noqa: E402
+    DEFAULTS,
+    SHARED,
+    SINGLE_DEFAULTS,
+    AdapterConfig,
+)
 from lorafusion_jax.objective.table import OBJECTIVES  # noqa: E402
 from lorafusion_jax.serve.api.app import describe  # noqa: E402
 

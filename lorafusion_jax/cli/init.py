@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.config.convert import convert, title_of
+from lorafusion_jax.config.job_template import reference
 from lorafusion_jax.config.json_schema import job_schema
 from lorafusion_jax.config.read import read_source
-from lorafusion_jax.config.reference import reference
 from lorafusion_jax.errors import ConfigError
 
 TEXT = """\

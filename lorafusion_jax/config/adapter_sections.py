@@ -23,7 +23,6 @@ from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
 from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.config.chat_templates import NAMED, check_template
 from lorafusion_jax.config.data_sources import SOURCES_SCHEMA, Sources, TrainSources, as_written, held_out_sources
-from lorafusion_jax.config.section import Section, known_name
 from lorafusion_jax.config.values import (
     LARGEST_COUNT,
     Count,
@@ -33,8 +32,10 @@ from lorafusion_jax.config.values import (
     NotNegative,
     Number,
     Positive,
+    Section,
     Text,
     check_text,
+    known_name,
 )
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.families.token_rows import check_tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.config.read import Source
-from lorafusion_jax.config.sections import ADAPTER_KEYS
+from lorafusion_jax.config.schema import ADAPTER_KEYS
 from lorafusion_jax.errors import ConfigError
 
 STEM = "{stem}"  # in a text of the entry: the file's name without suffixes

@@ -12,8 +12,7 @@ from lorafusion_jax.config.data_sources import Sources, is_file
 from lorafusion_jax.config.load import parse_config, read_job_file
 from lorafusion_jax.config.read import Source
 from lorafusion_jax.config.references import reference_of
-from lorafusion_jax.config.schema import AdapterConfig, JobConfig, ObjectiveSettings, Section
-from lorafusion_jax.config.sections import SHARED
+from lorafusion_jax.config.schema import SHARED, AdapterConfig, JobConfig, ObjectiveSettings, Section
 from lorafusion_jax.config.sweep import MOST_ADAPTERS
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 

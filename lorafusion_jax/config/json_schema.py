@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from lorafusion_jax.config.auto import AUTO
-from lorafusion_jax.config.schema import AdapterConfig
-from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
+from lorafusion_jax.config.schema import DEFAULTS, SHARED, SINGLE_DEFAULTS, AdapterConfig
 from lorafusion_jax.config.sweep import LISTS_BY_NATURE, SWEPT
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -11,7 +11,7 @@ from lorafusion_jax.config.base_file import model_of
 from lorafusion_jax.config.explain import unknown_key
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.rollout_section import prompts_as_data
-from lorafusion_jax.config.sections import ADAPTER_KEYS, DEFAULTS, SINGLE_DEFAULTS
+from lorafusion_jax.config.schema import ADAPTER_KEYS, DEFAULTS, SINGLE_DEFAULTS
 from lorafusion_jax.errors import ConfigError, LoraFusionError
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.peft.settings import lora_settings

@@ -15,7 +15,6 @@ from pydantic import (
 )
 
 from lorafusion_jax.config.places import MOST_PLACES, Places
-from lorafusion_jax.config.section import Samples, Section, check_name
 from lorafusion_jax.config.values import (
     Count,
     Flag,
@@ -26,7 +25,10 @@ from lorafusion_jax.config.values import (
     Positive,
     Project,
     Revision,
+    Samples,
+    Section,
     Text,
+    check_name,
 )
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.hf_config import shortened

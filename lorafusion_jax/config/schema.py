@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from lorafusion_jax.config.adapter_sections import DataSettings, LoraSettings, ObjectiveSettings, OptimSettings
 from lorafusion_jax.config.rollout_section import EvalSettings, RolloutSettings
@@ -22,8 +22,7 @@ from lorafusion_jax.config.run_sections import (
     SaveSettings,
     TrainSettings,
 )
-from lorafusion_jax.config.section import Section
-from lorafusion_jax.config.values import Count, Flag, Positive, Whole
+from lorafusion_jax.config.values import Count, Flag, Positive, Section, Whole
 
 __all__ = [
     "ADAPTER_NAME",
@@ -110,3 +109,26 @@ class JobConfig(Section):
 
     def adapter(self, name: str) -> AdapterConfig:
         return next(adapter for adapter in self.adapters if adapter.name == name)
+
+
+# The sections of a job file: those of the whole run, and defaults that adapters may override.
+SHARED: dict[str, type[BaseModel]] = {  # one value for the whole run
+    "base": BaseSettings,
+    "batch": BatchSettings,
+    "mesh": MeshSettings,
+    "save": SaveSettings,
+    "train": TrainSettings,
+    "halving": HalvingSettings,
+    "report": ReportSettings,
+}
+DEFAULTS: dict[str, type[BaseModel]] = {  # shared defaults that every adapter may override
+    "data": DataSettings,
+    "lora": LoraSettings,
+    "optim": OptimSettings,
+    "objective": ObjectiveSettings,
+    "rollout": RolloutSettings,
+    "eval": EvalSettings,
+    "early_stop": EarlyStopSettings,
+}
+SINGLE_DEFAULTS = ("epochs", "seed", "weight", "priority")
+ADAPTER_KEYS = ("name", *DEFAULTS, "batch", *SINGLE_DEFAULTS)

@@ -23,7 +23,7 @@ from lorafusion_jax.config.job_checks import (
 )
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
-from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
+from lorafusion_jax.config.schema import DEFAULTS, SHARED, SINGLE_DEFAULTS
 from lorafusion_jax.config.selection_checks import selection_errors
 from lorafusion_jax.config.sweep import expand_batch, expand_section
 from lorafusion_jax.errors import ConfigError, LoraFusionError

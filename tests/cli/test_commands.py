@@ -64,7 +64,7 @@ def test_init_all_shows_every_key_of_the_schema_and_checks(lorafusion, tmp_path,
     import yaml
 
     from lorafusion_jax.config.load import load_config
-    from lorafusion_jax.config.sections import DEFAULTS, SHARED
+    from lorafusion_jax.config.schema import DEFAULTS, SHARED
 
     path = tmp_path / "jobs.yaml"
     path.write_text(lorafusion("init", "--all").out)

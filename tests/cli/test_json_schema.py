@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from lorafusion_jax.cli.init import TEXT
+from lorafusion_jax.config.job_template import reference
 from lorafusion_jax.config.json_schema import job_schema
-from lorafusion_jax.config.reference import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = job_schema()

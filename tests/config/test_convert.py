@@ -9,9 +9,9 @@ import yaml
 
 from lorafusion_jax.config.convert import convert
 from lorafusion_jax.config.data_sources import as_written
+from lorafusion_jax.config.job_template import reference
 from lorafusion_jax.config.load import examine_config, load_config
 from lorafusion_jax.config.other_programs import COUNTERPARTS
-from lorafusion_jax.config.reference import reference
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.table import OBJECTIVES
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source
-from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
+from lorafusion_jax.config.schema import DEFAULTS, SHARED, SINGLE_DEFAULTS
 from lorafusion_jax.config.sweep import LISTS_BY_NATURE, SWEPT
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.objective.table import OBJECTIVES

@@ -16,7 +16,7 @@ import yaml
 from rich.markup import escape
 
 from lorafusion_jax.config.places import Places
-from lorafusion_jax.config.sections import SHARED
+from lorafusion_jax.config.schema import SHARED
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.console import out

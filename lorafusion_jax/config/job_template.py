@@ -10,8 +10,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lorafusion_jax.config.schema import AdapterConfig
-from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
+from lorafusion_jax.config.schema import DEFAULTS, SHARED, SINGLE_DEFAULTS, AdapterConfig
 
 COLUMN, WIDTH = 34, 120  # start and end columns of comments
 HEAD = """\
