@@ -28,11 +28,10 @@ from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.facts import Facts
 from lorafusion_jax.session.first_weights import starting_weights, starts_from_base
 from lorafusion_jax.session.free_places import FreePlaces
-from lorafusion_jax.session.loading import load_and_compile
 from lorafusion_jax.session.loop import Loop
 from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.places import PlaceWriter
-from lorafusion_jax.session.reading import Reading, Times
+from lorafusion_jax.session.reading import Reading, Times, load_and_compile
 from lorafusion_jax.session.references import (
     ReferenceQueue,
     RolloutReference,

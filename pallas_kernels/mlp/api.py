@@ -9,7 +9,10 @@ T packed tokens · D model width · F MLP width · R padded rank · A adapters
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -18,17 +21,52 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend, policy
+from pallas_kernels.batching import refuse_vmap
 from pallas_kernels.device import is_hopper, num_sms
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.frozen_weight import QuantisedWeight
 from pallas_kernels.linear.api import multi_lora_linear, multi_lora_linears
 from pallas_kernels.linear.describe import Arguments, describe
 from pallas_kernels.linear.mesh import partition
+from pallas_kernels.linear.vjp import gradients
 from pallas_kernels.manual_axes import vary_like
-from pallas_kernels.mlp import vjp
 from pallas_kernels.mlp.xla import silu_gate
 from pallas_kernels.policy import Implementation
 from pallas_kernels.problem import Operands, Static, linear_shape
+
+# Differentiation of the MLP as one op.
+#
+# T packed tokens · D model width · F MLP width · R padded rank · A adapters
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def passes() -> ModuleType:
+    """Hopper's passes at the gate; imported only where they serve."""
+    return importlib.import_module("pallas_kernels.mlp.hopper.backend")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def apply(static: Static, ops: Operands, down: Operands) -> jax.Array:
+    """Evaluates the MLP; x of `down` is not read."""
+    return _forward(static, ops, down)[0]
+
+
+def _forward(static: Static, ops: Operands, down: Operands):
+    inside, inside_down = vary_like(refuse_vmap((ops, down)), ops.x)
+    y, saved = passes().forward(static, inside, inside_down)
+    return y, (ops, down, saved)
+
+
+def _backward(static: Static, residuals, dy: jax.Array):
+    ops, down, saved = residuals
+    inside, inside_down = vary_like((ops, down), ops.x)
+    (dx, das, dbs), (down_das, down_dbs) = passes().backward(static, inside, inside_down, saved, dy)
+    return gradients(ops, dx.astype(ops.x.dtype), das, dbs), gradients(down, None, down_das, down_dbs)
+
+
+apply.defvjp(_forward, _backward)
 
 
 def multi_lora_mlp(
@@ -94,7 +132,7 @@ def multi_lora_mlp(
     if call is not None:
         static, gate_up, down = call
         ops, down = _vary_banks_like(gate_up, gate_up.x), _vary_banks_like(down, gate_up.x)
-        y = vjp.apply(static, ops, down).reshape(*x.shape[:-1], -1)
+        y = apply(static, ops, down).reshape(*x.shape[:-1], -1)
         return y if out_sharding is None else partition.place(y, out_sharding)
     gate, up = multi_lora_linears(x, ws[:2], as_[:2], bs[:2], biases=biases[:2], dropout=dropout, **shared)
     gated = silu_gate(checkpoint_name(gate, "gate"), checkpoint_name(up, "up"))
@@ -142,7 +180,7 @@ def _fused_call(
     device = {"hopper": is_hopper(), "num_sms": num_sms(), "measured": measured}
     if not policy.mlp_is_fused(gate_up_shape, down_shape, implementation, **device):
         return None
-    if vjp.passes().unsupported_reason(static, ops, down) is not None:
+    if passes().unsupported_reason(static, ops, down) is not None:
         return None
     return static, ops, dataclasses.replace(down, x=None)
 
