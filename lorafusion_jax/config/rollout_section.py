@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from lorafusion_jax.config.data_sources import TrainSources
-from lorafusion_jax.config.values import Section
-from lorafusion_jax.config.values import Count, Positive, Whole, as_number, check_text
+from lorafusion_jax.config.values import Count, Positive, Section, Whole, as_number, check_text
 from lorafusion_jax.errors import did_you_mean
 from lorafusion_jax.families.hf_config import shortened
 
