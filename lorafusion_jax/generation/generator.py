@@ -8,13 +8,14 @@ from types import MappingProxyType
 from lorafusion_jax.generation.capacity import blocks_that_fit
 from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.engine import FEWEST_ROWS, SLOTS, Engine
-from lorafusion_jax.generation.packing import BASE, bucket, power_of_two
+from lorafusion_jax.generation.packing import BASE, power_of_two
 from lorafusion_jax.generation.programs import GenerationPrograms
 from lorafusion_jax.generation.requests import Answer, Request, check_requests
 from lorafusion_jax.models.cache import BLOCK
 from lorafusion_jax.session.stage import Stage
 
 MOST_SEQUENCES = 64  # that are generated at a time
+FEWEST_BLOCKS, FEWEST_SLOTS = 16, 4  # of a cache and a bank: other numbers compile all programs again
 TURNS = 4  # a conversation has room for so many times the tokens of its first turn
 
 
@@ -97,8 +98,8 @@ class Generator:
             engine = conversation.engine = Engine(
                 self._stages,
                 rows=max(power_of_two(min(len(requests), most)), FEWEST_ROWS),
-                blocks=min(bucket(spare * needed, 2), limit),
-                slots=power_of_two(min(max(adapters, 1), SLOTS)),
+                blocks=min(max(power_of_two(spare * needed), FEWEST_BLOCKS), limit),
+                slots=power_of_two(min(max(adapters, FEWEST_SLOTS), SLOTS)),
                 programs=self._programs,
                 **self._options,
             )

@@ -6,6 +6,7 @@ import json
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import DataError, ErrorList, LoraFusionError, RunError
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.generation import packing, prompt_file
+from lorafusion_jax.generation import generator, packing, prompt_file
 from lorafusion_jax.generation.answer_text import AnswerTexts
 from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.generator import Generator
@@ -233,7 +234,7 @@ def test_weights_that_are_not_numbers_name_their_adapter(model):
         stage.lora = whole
 
 
-def test_trained_rows_of_tokens_are_those_of_a_model_with_these_rows(alone):
+def test_trained_rows_of_tokens_are_those_of_a_model_with_these_rows(model, alone):
     stage, tokens = stages()[0], (3, 17, 29, 41)
     rows = np.random.default_rng(2).normal(size=(len(tokens), stage.parts.model.hidden_size)).astype(np.float32)
     trained = replace(SPECS[0], tokens=TokenRows(embed=tokens, head=tokens))
@@ -252,7 +253,9 @@ def test_trained_rows_of_tokens_are_those_of_a_model_with_these_rows(alone):
         setattr(changed, name, jnp.asarray(table))
     of_base, short, of_dora, longest = requests(4)
     asked = [of_base, replace(longest, adapter=0), of_dora, replace(short, adapter=2)]
-    (wanted,) = model_with(SPECS[0], {}, changed)(asked[1:2])
+    with_rows = model_with(SPECS[0], {}, changed)
+    with_rows._programs = model._programs  # traced already
+    (wanted,) = with_rows(asked[1:2])
     assert any(token in wanted.tokens for token in tokens)
     token_leaves = {f"tokens.{table}": rows.T[None] for table in ("embed", "head")}
     answers = model_with(trained, token_leaves, stage.weights)(asked)
@@ -301,16 +304,18 @@ def test_other_adapters_share_nothing(model, monkeypatch):
     assert counts == [40] * 6 + [40 - 32]
 
 
-def test_a_longer_conversation_gets_a_new_engine(model):
-    conversation, short = Conversation(), replace(requests(3)[2], sampling=Sampling(max_tokens=3))
-    model([short], conversation=conversation)
-    engine = conversation.engine
-    model([short] * 2, conversation=conversation)
-    assert conversation.engine is engine
-    (answer,) = model([replace(short, tokens=[3] * 50)] * 1, most=1, conversation=conversation)
-    assert answer.tokens == model([replace(short, tokens=[3] * 50)])[0].tokens
-    model([replace(short, tokens=[3] * 50)] * 4, conversation=conversation)
-    assert conversation.engine is not engine
+def test_a_longer_conversation_gets_a_new_engine(model, monkeypatch):
+    made, conversation = [], Conversation()
+
+    def opened(stages, *, blocks, **options):
+        made.append(blocks)
+        return SimpleNamespace(pool=SimpleNamespace(number=blocks))
+
+    monkeypatch.setattr(generator, "Engine", opened)
+    for length, count in ((3, 1), (3, 2), (50, 1), (50, 9), (50, 10)):
+        asked = [Request(tokens=[3] * length, sampling=Sampling(max_tokens=3))] * count
+        model._engine(asked, 64, conversation, generator.TURNS)
+    assert made == [generator.FEWEST_BLOCKS, 128]  # four turns of nine times two blocks
 
 
 @pytest.fixture
