@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +70,9 @@ def test_what_cannot_be_is_named(load, rollout, adapter, says):
     with pytest.raises(LoraFusionError) as raised:
         load(rollout, **adapter)
     assert says in str(raised.value)
+
+
+def test_the_example_is_valid_and_short():
+    path = Path(__file__).parents[2] / "examples" / "rl" / "rl.yaml"
+    assert len(path.read_text().splitlines()) <= 60
+    assert {adapter.rollout.is_on for adapter in load_config(path).adapters} == {True}
