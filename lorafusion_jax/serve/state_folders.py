@@ -28,15 +28,16 @@ def state_folder(job: Path, epoch: int, step: int) -> Path:
     return job / "state" / f"e{epoch}-s{step}"
 
 
-def states_before(state: Path) -> list[Path]:
-    """The older states beside a state, newest first. A newer one may be there whose event has not come yet."""
-    return [folder for folder in states_in(state.parent) if _number(folder) < _number(state)]
-
-
 def states_replaced_by(state: Path) -> list[Path]:
-    """Older states that a state makes superfluous, newest first. One of a later step holds work that it does not."""
+    """Older states that a state makes superfluous, and that stand in for it if it is damaged; newest first.
+
+    One of a later step is none, whatever its epoch: it holds work that this state does not, and of whose steps the
+    database has no rows. Nor is one of a later epoch, whose event has not come yet.
+    """
     step = _number(state)[1]
-    return [folder for folder in states_before(state) if _number(folder)[1] <= step]
+    return [
+        folder for folder in states_in(state.parent) if _number(folder) < _number(state) and _number(folder)[1] <= step
+    ]
 
 
 def states_beyond(folder: Path, step: int) -> list[Path]:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lorafusion_jax.serve.settings import Settings
-from lorafusion_jax.serve.state_folders import states_before
+from lorafusion_jax.serve.state_folders import states_replaced_by
 from lorafusion_jax.serve.states import ENDED, LIVE, NEW, ON_WORKER, STATES, TRANSITIONS, StateError, next_state
 from lorafusion_jax.serve.store import jobs as jobs_module
 from lorafusion_jax.serve.store.database import Database
@@ -195,8 +195,11 @@ def test_a_state_that_was_not_told_of_yet_is_not_removed(tmp_path):
     names = ("e1-s12", "e2-s4", "e2-s8", "e2-s12", "e3-s2")
     for name in (*names, ".e2-s6-draft", "e1-s4 copy"):
         (tmp_path / name).mkdir()
-    older = [folder.name for folder in states_before(tmp_path / "e2-s8")]
-    assert older == ["e2-s4", "e1-s12"]  # newest first
+    older = [folder.name for folder in states_replaced_by(tmp_path / "e2-s8")]
+    assert older == ["e2-s4"]
+    assert [folder.name for folder in states_replaced_by(tmp_path / "e3-s20")] == [
+        "e3-s2", "e2-s12", "e2-s8", "e2-s4", "e1-s12",
+    ]  # fmt: skip
 
 
 def test_keys_end(store):

@@ -19,7 +19,7 @@ from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.data.references import SetReferences, reference_shapes
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.files import replace_text
-from lorafusion_jax.serve.state_folders import states_before
+from lorafusion_jax.serve.state_folders import states_replaced_by
 from lorafusion_jax.session import AdapterState, Task
 from lorafusion_jax.session.assembler import teacher_state
 from lorafusion_jax.session.places import PlaceWeights
@@ -47,7 +47,7 @@ class Loaded:
 def load(job: str, values: dict[str, Any], state: Path | None, folder: Path) -> Loaded:
     """Reads data, state and references of a job. In the session it is named by its id.
 
-    A state that is damaged is replaced by the newest one before it that is whole.
+    A state that is damaged is replaced by the newest one before it that is whole, and of no later step.
     """
     config = parse_config(source_of(values))
     prepared = prepare(config)
@@ -56,7 +56,7 @@ def load(job: str, values: dict[str, Any], state: Path | None, folder: Path) -> 
     if state is None:
         return Loaded(task=task, state=None, path=None)
     damage = ""
-    for path in (state, *states_before(state)):
+    for path in (state, *states_replaced_by(state)):
         try:
             return Loaded(task=task, state=AdapterState.read(path, task.adapter), path=path, damage=damage)
         except CheckpointError as problem:
