@@ -1,11 +1,13 @@
-"""Turns of owners: shares by tokens and weights, whatever the number of their adapters; who was idle goes first."""
+"""Turns: owners share slots by tokens and weights, whatever the number of their adapters; samples share the time."""
 
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
+from lorafusion_jax.serve.worker import loop
 from lorafusion_jax.session.turns import JOBS, Turns
 from scheduling import AdapterJob
 from scheduling.types import Limits
@@ -99,3 +101,28 @@ def test_jobs_alone_are_planned_as_ever():
     cursors = [Cursor(job=AdapterJob("job-0", [LENGTH] * 9, 3)), Cursor(job=AdapterJob("job-1", [LENGTH], 1, weight=3))]
     weighed, tail = windows.turns.weigh(cursors, [JOBS, JOBS], windows.tail)
     assert (weighed, tail) == (cursors, windows.tail)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
+def test_samples_have_their_share_of_the_time_while_slots_wait(monkeypatch, share):
+    spent = {"slots": 0.0, "samples": 0.0}
+
+    def spend(kind: str, seconds: float) -> int:
+        spent[kind] += seconds
+        return 1
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: sum(spent.values())))
+    worker = loop.WorkerLoop.__new__(loop.WorkerLoop)
+    windows = {"plan": lambda horizon: SimpleNamespace(slots=(None,)), "run": lambda *_: spend("slots", 0.45)}
+    worker._windows, worker._session = SimpleNamespace(**windows), SimpleNamespace(drain=lambda: None)  # type: ignore
+    samples = SimpleNamespace(busy=True, advance=lambda: spend("samples", 0.07))
+    worker.samples = samples  # type: ignore
+    worker._owed_s, worker._per_slot = 0.0, share / (1 - share)
+    for _ in range(1000):
+        worker._run_in_turn()
+    assert spent["samples"] / sum(spent.values()) == pytest.approx(share, abs=0.02)
+    samples.busy, before = False, spent["slots"]
+    worker._owed_s = 0.0
+    for _ in range(10):
+        worker._run_in_turn()
+    assert spent["slots"] - before == pytest.approx(4.5)  # whoever is alone has all of it
