@@ -15,7 +15,7 @@ from lorafusion_jax.cli.main import run
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.serve.cli.jobs import job_of
-from lorafusion_jax.serve.cli.serve import read_places
+from lorafusion_jax.serve.cli.serve import read_places, read_sampler_places
 from lorafusion_jax.serve.client import Client, Job
 from lorafusion_jax.serve.store.keys import KEY
 
@@ -172,6 +172,16 @@ def test_keys_are_added_shown_once_and_revoked(tmp_path, capsys):
 def test_places_are_ranks_and_numbers(text):
     with pytest.raises(ConfigError, match=r"serve\.places"):
         read_places(text)
+
+
+@pytest.mark.parametrize("text", ["0", "257", "-1", "16:8", "many", "64:0", "64:8:1", ""])
+def test_places_of_samplers_are_checked(text):
+    with pytest.raises(ConfigError, match="neither a number from 1 to 256 nor 64:NUMBER"):
+        read_sampler_places(text, "16:8,64:2")
+
+
+def test_places_of_samplers_hold_every_model():
+    assert [read_sampler_places(text, "16:8,64:2,dora:128:1") for text in ("8", "64:256")] == [8, 256]
 
 
 @pytest.mark.parametrize(
