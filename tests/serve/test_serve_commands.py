@@ -180,6 +180,18 @@ def test_places_of_samplers_are_checked(text):
         read_sampler_places(text, "16:8,64:2")
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--jobs-share", "1"], "add --training-api"),
+        (["--yield-s", "5", "--policy", "ours"], "the policy ours decides"),
+    ],
+)
+def test_shares_without_an_effect_are_refused(options, why, tmp_path, tiny_base, capsys):
+    assert run(["serve", "--home", str(tmp_path / "home"), "--base", str(tiny_base), *options]) == 2
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
 def test_places_of_samplers_hold_every_model():
     assert [read_sampler_places(text, "16:8,64:2,dora:128:1") for text in ("8", "64:256")] == [8, 256]
 

@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,14 +57,19 @@ TrainingApi = Annotated[
     bool, typer.Option("--training-api", help="also serve the training API: the tinker SDK trains by calls")
 ]
 JobsShare = Annotated[
-    float, typer.Option(min=0.001, max=1000, help="weight of all jobs beside each owner of the training API")
+    float | None,
+    typer.Option(min=0.001, max=1000, help="weight of all jobs beside each owner of the training API; default 0.5"),
 ]
-YieldSeconds = Annotated[float, typer.Option(min=0, help="seconds in its place before a job leaves it to another")]
+YieldSeconds = Annotated[
+    float | None, typer.Option(min=0, help="seconds in its place before a job leaves it to another; default 60")
+]
 SamplingShare = Annotated[
-    float, typer.Option(min=0.01, max=0.99, help="of the time for samples while training waits, too")
+    float | None,
+    typer.Option(min=0.01, max=0.99, help="of the time for samples while training waits, too; default 0.5"),
 ]
 SamplerPlaces = Annotated[
-    str, typer.Option(help="adapters that are sampled from at a time, NUMBER or RANK:NUMBER with the largest rank")
+    str | None,
+    typer.Option(help="adapters sampled from at a time, NUMBER or RANK:NUMBER with the largest rank; default 16"),
 ]
 SaveSeconds = Annotated[float, typer.Option(min=0.1, help="seconds between two saves of a job")]
 LeaseSeconds = Annotated[float, typer.Option(min=0.5, help="seconds without a sign after which a worker is lost")]
@@ -95,10 +101,10 @@ def command(
     reproducible: Reproducible = False,
     mlora_compat: MloraRoutes = False,
     training_api: TrainingApi = False,
-    jobs_share: JobsShare = 0.5,
-    yield_s: YieldSeconds = 60.0,
-    sampling_share: SamplingShare = 0.5,
-    sampler_places: SamplerPlaces = "16",
+    jobs_share: JobsShare = None,
+    yield_s: YieldSeconds = None,
+    sampling_share: SamplingShare = None,
+    sampler_places: SamplerPlaces = None,
     save_s: SaveSeconds = 60.0,
     lease_s: LeaseSeconds = 30.0,
     ray: Ray = None,
@@ -126,12 +132,13 @@ def command(
         home=home.absolute(), bases=_bases(base or []), places=read_places(places), hosts=read_hosts(hosts, ray),
         gpus=gpus, memory_gib=memory_gib, policy=read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1),
         reproducible=reproducible, ray=ray, workers_at=read_workers_at(workers_at, ray),
-        mlora_compat=mlora_compat, training_api=training_api, artifacts=artifacts, jobs_share=jobs_share,
-        yield_s=yield_s, sampling_share=sampling_share,
-        sampler_places=read_sampler_places(sampler_places, places),
+        mlora_compat=mlora_compat, training_api=training_api, artifacts=artifacts,
         child_memory=int(child_memory_gib * 2**30), save_s=save_s, lease_s=lease_s,
         base=sections["base"], mesh=sections["mesh"], batch=sections["batch"], train=sections["train"],
     )  # fmt: skip
+    samplers = None if sampler_places is None else read_sampler_places(sampler_places, places)
+    shares = {"jobs_share": jobs_share, "sampling_share": sampling_share, "sampler_places": samplers}
+    read = replace(read, **read_shares(read, shares | {"yield_s": yield_s}))
     from lorafusion_jax.serve.server import run_server
 
     run_server(read, host=host, port=port, host_names=host_name or (), on_start=partial(_announce, read, demo))
@@ -185,6 +192,22 @@ def read_workers_at(text: str | None, ray: str | None) -> tuple[str, int] | None
         fix = "--ray auto --workers-at 10.0.0.5:7071, with an address of this machine that the nodes reach"
         raise ConfigError("serve.workers-at", message, why="workers on other nodes connect to it", fix=fix)
     return host, int(port)
+
+
+def read_shares(settings: Settings, shares: dict[str, Any]) -> dict[str, Any]:
+    """Returns the shares that were given.
+
+    Raises:
+        ConfigError: `serve.share`, it would have no effect.
+    """
+    shares = {name: value for name, value in shares.items() if value is not None}
+    if "jobs_share" in shares and not settings.training_api:
+        why = "clients of the training API share the slots with jobs"
+        raise ConfigError("serve.share", "--jobs-share has no effect here.", why=why, fix="add --training-api")
+    if "yield_s" in shares and settings.policy != ONE_SESSION:
+        why = f"the policy {settings.policy} decides when jobs leave their places"
+        raise ConfigError("serve.share", "--yield-s has no effect here.", why=why, fix="leave it or --policy out")
+    return shares
 
 
 def read_sampler_places(text: str, places: str) -> int:

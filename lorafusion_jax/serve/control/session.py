@@ -264,13 +264,10 @@ class Session:
             "batch": {**settings.batch, **capacity},
             "train": dict(settings.train),
             "reproducible": settings.reproducible,
-            **({"row_targets": 1, **self._shares()} if settings.training_api else {}),
+            "sampling_share": settings.sampling_share,
+            "sampler_places": settings.sampler_places,
+            **({"row_targets": 1, "jobs_share": settings.jobs_share} if settings.training_api else {}),
         }
-
-    def _shares(self) -> dict[str, Any]:
-        settings = self._settings
-        shares = {"jobs_share": settings.jobs_share, "sampling_share": settings.sampling_share}
-        return shares | {"sampler_places": settings.sampler_places}
 
     def _opens_digest(self) -> str:
         return hashlib.sha256(json.dumps(self._opens(), sort_keys=True, default=str).encode()).hexdigest()

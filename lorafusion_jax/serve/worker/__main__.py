@@ -75,8 +75,8 @@ def main() -> int:
         raise
     opened.set()
     windows = WindowPlanner(session, Turns(jobs_share=settings.get("jobs_share", JOBS_SHARE)))
-    sampling = {name: settings[name] for name in ("sampling_share", "sampler_places") if name in settings}
-    loop = WorkerLoop(session, windows, link, held, save_s=settings["save_s"], **sampling)
+    options = {name: settings[name] for name in ("save_s", "sampling_share", "sampler_places")}
+    loop = WorkerLoop(session, windows, link, held, **options)
     models.append(loop.models)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when a worker ends
