@@ -165,7 +165,8 @@ class AdapterKind:
         prepare: (kernel, tensors, sizes) → more tensors for `column_scale`, without a gradient. They change only with
             the adapter's own tensors: a run computes them once after each of its steps, elsewhere every call does.
         prepared: what `prepare` returns; not trainable, without R.
-        shift: (tensors, sizes) → [N], added to the columns of y. None: nothing is compiled. It cannot be merged.
+        shift: (tensors, sizes) → [N], added to the columns of y. None: nothing is compiled. It is merged into a base
+            whose projections have biases.
         start: (kernel, tensors, sizes) → the tensors whose initial values depend on the frozen kernel.
         fold: (kernel, tensors, sizes) → the kernel with the adapter merged into it. None: f · (kernel + scale · A B).
         scaled: names of the leaves by which the low-rank product is multiplied if all of them are: B of LoRA. Kinds

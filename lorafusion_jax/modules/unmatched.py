@@ -54,16 +54,20 @@ def plausible_weights(shapes: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def without_biases(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Leaves out biases of several axes: called so, and with some of the axes of another matrix, in order.
+    """Leaves out biases of several axes: with the last axes of another matrix, or called so and with some of its axes.
 
-    >>> without_biases({"w": (8, 2, 4), "b": (2, 4), "bias_v": (3, 3)})
+    >>> without_biases({"w": (8, 2, 4), "b": (8, 4), "offset": (2, 4), "bias_v": (3, 3)})
     {'w': (8, 2, 4), 'bias_v': (3, 3)}
     """
 
     def is_bias(name: str) -> bool:
         sizes = [size for size in shapes[name] if size != 1]
-        return bool(_BIAS.search(name)) and any(
-            other != name and len(sizes) < len(shape) and _is_in_order(sizes, shape) for other, shape in shapes.items()
+        called_so = bool(_BIAS.search(name))
+        return any(
+            len(sizes) < len(shape)
+            and (list(shape[-len(sizes) :]) == sizes or (called_so and _is_in_order(sizes, shape)))
+            for other, shape in shapes.items()
+            if other != name and sizes
         )
 
     return {name: shape for name, shape in shapes.items() if not is_bias(name)}

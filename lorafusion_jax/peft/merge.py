@@ -96,14 +96,10 @@ def merge_arrays(
     finish: Callable[[Path], None] | None = None,
 ) -> MergeReport:
     """`merge_adapter` for an adapter in memory (`read_adapter`, `take_adapter`)."""
-    if adapter_kind(spec.kind).shift is not None:
-        raise CheckpointError(
-            "merge.kind", f"{spec.name}: an adapter of kind {spec.kind} has biases, which the base has no place for."
-        )
     base_dir = Path(base_dir)
     places, config = _places(base_dir), ModelConfig.from_hf(base_dir)
     parts = _parts(config, arrays, places)
-    rows = _token_rows(spec, arrays, places, config)
+    rows, shifts = _token_rows(spec, arrays, places, config), _shifts(spec, arrays, places, config)
     raise_all(_misfits(places, parts, rows, spec, arrays, base_dir))
     deltas: dict[str, float] = {}
     max_rounding = 0.0
@@ -112,8 +108,8 @@ def merge_arrays(
         for file in sorted({stored.file for stored in places.values()}):
             shutil.copyfile(file, folder / file.name)
             with (folder / file.name).open("r+b") as stream:
-                for name in (name for name in (*parts, *rows) if places[name].file == file):
-                    for kernel, in_rows, merge in _kernels(name, places[name], parts, rows, spec, arrays):
+                for name in (name for name in (*parts, *rows, *shifts) if places[name].file == file):
+                    for kernel, in_rows, merge in _kernels(name, places[name], parts, rows, shifts, spec, arrays):
                         delta, rounding = _merge(stream, kernel, merge, in_rows=in_rows)
                         deltas[name], max_rounding = max(deltas.get(name, 0.0), delta), max(max_rounding, rounding)
         if finish is not None:
@@ -148,10 +144,14 @@ def _kernels(
     stored: Stored,
     parts: Mapping[str, tuple[str, Part]],
     rows: Mapping[str, Rows],
+    shifts: Mapping[str, np.ndarray],
     spec: AdapterSpec,
     arrays: Arrays,
 ) -> Iterator[tuple[Stored, bool, Merge]]:
     """Yields the kernels of a tensor, whether they are [K, N] there, and what to do with each [K, N]."""
+    if name in shifts:
+        yield stored, False, partial(np.add, shifts[name])
+        return
     if name in rows:
         yield stored, False, partial(_replaced, rows=rows[name])
         return
@@ -188,6 +188,29 @@ def _token_rows(
     if head in places and head not in rows and config.tie_embeddings:
         rows[head] = rows[embed]
     return rows
+
+
+def _shifts(
+    spec: AdapterSpec, arrays: Arrays, places: Mapping[str, Stored], config: ModelConfig
+) -> dict[str, np.ndarray]:
+    """Returns what an adapter adds to the biases of its projections, by their tensor.
+
+    Raises:
+        CheckpointError: `merge.kind`, the base has no bias that could take it.
+    """
+    kind, family = adapter_kind(spec.kind), family_named(config.family)
+    if kind.shift is None:
+        return {}
+    llama = {path: family.tensor_name(f"model.{path}.bias") for path in arrays if path not in NOT_PROJECTIONS}
+    names, shifts = _names(config, list(llama.values()), places), {}
+    for path, name in llama.items():
+        tensors, sizes = tensors_at(spec, arrays, path)
+        shift_N, stored = np.asarray(kind.shift(tensors, sizes)), places.get(names[name])
+        if stored is None or stored.shape != shift_N.shape or stored.dtype not in _DTYPES:
+            message = f"{spec.name}: an adapter of kind {spec.kind} has biases, which the base has no place for."
+            raise CheckpointError("merge.kind", message, where=names[name], fix="export without --merge")
+        shifts[names[name]] = shift_N
+    return shifts
 
 
 def _replaced(w_DV: np.ndarray, rows: Rows) -> np.ndarray:

@@ -157,3 +157,25 @@ def test_a_full_disk_is_told_and_leaves_nothing(arrays, tmp_path, monkeypatch):
     with pytest.raises(RunError, match=r"save\.no-space"):
         merge_arrays(base, SPEC, arrays, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_biases_of_an_adapter_go_into_those_of_the_base(arrays, tmp_path):
+    """Of the second layer only where the base has both: an adapter that loses one is refused."""
+    spec = AdapterSpec(name="law", rank=2, alpha=3, rslora=True, targets=("q_proj",), kind="lora-bias")
+    shift = {path: np.arange(4, dtype=np.float32) - layer for layer, path in enumerate(arrays)}
+    biased = {path: (*pair, shift[path]) for path, pair in arrays.items()}
+    biases = {NAME.format(layer).replace("weight", "bias"): np.full(4, 0.5, np.float32) for layer in (0, 1)}
+    report = merge_arrays(
+        write_base(tmp_path / "base", weights(np.float32) | biases), spec, biased, tmp_path / "merged"
+    )
+    merged, scale = read_all(tmp_path / "merged"), 3 / 2**0.5
+    for layer, path in enumerate(arrays):
+        bias = merged[NAME.format(layer).replace("weight", "bias")]
+        np.testing.assert_allclose(bias, 0.5 + scale * shift[path], rtol=1e-6)
+        product = weights(np.float32)[NAME.format(layer)] + scale * (arrays[path][0] @ arrays[path][1]).T
+        np.testing.assert_allclose(merged[NAME.format(layer)], product, rtol=1e-5, atol=1e-6)
+    assert report.num_changed == 4
+    del biases[NAME.format(1).replace("weight", "bias")]
+    base = write_base(tmp_path / "half", weights(np.float32) | biases)
+    with pytest.raises(CheckpointError, match=r"merge\.kind.*no place for[\s\S]*layers\.1\.self_attn\.q_proj\.bias"):
+        merge_arrays(base, spec, biased, tmp_path / "refused")

@@ -179,11 +179,12 @@ class Heads(nn.Module):
 
     equation: str = "btd,dnh->btnh"
     shapes: tuple = ((6, 2, 4), (2, 4))
+    bias: str = "b"
 
     @nn.compact
     def __call__(self, x):
         w = self.param("w", nn.initializers.normal(), self.shapes[0])
-        return jnp.einsum(self.equation, x, w) + self.param("b", nn.initializers.normal(), self.shapes[1])
+        return jnp.einsum(self.equation, x, w) + self.param(self.bias, nn.initializers.normal(), self.shapes[1])
 
 
 class DenseHeads(nn.DenseGeneral):
@@ -194,10 +195,11 @@ class DenseHeads(nn.DenseGeneral):
     "layer",
     [
         Heads(name="heads"),
+        Heads(bias="offset", name="heads"),
         Heads("btd,cdf->cbtf", ((2, 6, 5), (2, 1, 1, 5)), name="heads"),
         DenseHeads((2, 4), name="heads"),
     ],
-    ids=["heads", "parts", "subclass"],
+    ids=["heads", "other name", "parts", "subclass"],
 )
 def test_a_bias_of_several_axes_is_no_second_weight(layer):
     lora, x = LinenLoRA([AdapterSpec(name="law", rank=2, alpha=4)], targets="all-linear"), jnp.ones((3, 5, 6))
