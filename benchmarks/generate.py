@@ -239,7 +239,7 @@ def _pass_rows(stage: Stage, variant: str, rows: int, filled: int, bandwidth: fl
             "section": "pass", "variant": variant, "rows": rows, "ready_s": ready_s, "pass_ms": 1e3 * pass_s,
             "pass_gb": total / 1e9, "bound_ms": 1e3 * total / bandwidth, "of_bound": total / bandwidth / pass_s,
         }  # fmt: skip
-        yield from _kernel_rows(variant, rows, lambda: (engine.step(), jax.block_until_ready(engine.newest)))
+        yield from _kernel_rows(variant, rows, lambda: (engine.step(), engine.wait()))
     finally:
         setattr(module, name, before)
 

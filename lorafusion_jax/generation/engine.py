@@ -208,10 +208,9 @@ class Engine:
         sequences = self._scheduler.running.values()
         return any(sequence.request[0].sampling.repetition_penalty != 1 for sequence in sequences)
 
-    @property
-    def newest(self) -> Any:
-        """The newest tokens of all rows, once all issued passes have run."""
-        return self._passes.newest
+    def wait(self) -> None:
+        """Waits for all passes that were issued, without a look at their tokens."""
+        jax.block_until_ready(self._passes.newest)
 
     @property
     def num_running(self) -> int:

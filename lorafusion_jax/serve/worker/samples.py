@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -111,6 +112,12 @@ class Samples:
         for asked in list(self._asked.values()):
             if asked.answers is not None:
                 self._tell_of(asked, asked.answers)
+
+    def wait(self) -> None:
+        """Waits for the passes that the devices run."""
+        if self._bank is not None:
+            with suppress(Exception):  # the next call of `advance` meets it, too, and fails those who wait
+                self._bank.engine.wait()
 
     def close(self) -> None:
         for pool in (self._reader, self._writer):
