@@ -182,6 +182,7 @@ class Samples(Source):
     Attributes:
         job: the samples for the planner.
         rates: learning rate of each step.
+        numbers: the others of each step, at a rate of 0.
         loss_tokens: number of loss tokens of each global batch.
         weights: factors of the mean over each global batch.
     """
@@ -190,6 +191,7 @@ class Samples(Source):
     data: AdapterData
     job: AdapterJob
     rates: np.ndarray
+    numbers: Hyper
     loss_tokens: Sequence[int]
     weights: Sequence[Weights]
 
@@ -203,6 +205,7 @@ class Samples(Source):
             data=data,
             job=job,
             rates=step_rates(adapter, data),
+            numbers=hyper(adapter.optim, 0.0),
             loss_tokens=batch_loss_tokens(data, adapter.global_samples).tolist(),
             weights=list(batch_weights(adapter, data, config.train.router_aux)),
         )
@@ -222,7 +225,7 @@ class Samples(Source):
         return pieces_of(samples, self.data, place, self.weights)
 
     def hyper(self, step: int) -> Hyper:
-        return hyper(self.adapter.optim, float(self.rates[step - 1]))
+        return self.numbers._replace(lr=np.float32(self.rates[step - 1]))
 
     def num_loss_tokens(self, step: int) -> int:
         return self.loss_tokens[step - 1]
