@@ -82,8 +82,8 @@ class Table:
 
     def without(self, key: tuple, configs: Iterable[Any]) -> Table:
         gone = [dataclasses.asdict(config) for config in configs]
-        kept = (entry for entry in self.entries if entry.key != key or entry.config not in gone)
-        return dataclasses.replace(self, entries=tuple(kept))
+        entries = (entry for entry in self.entries if entry.key != key or entry.config not in gone)
+        return dataclasses.replace(self, entries=tuple(entries))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +226,6 @@ def _check(entry: Entry, kernels: Mapping[str, type]) -> None:
 
 
 def _changed_options(entry: Entry, kind: type) -> str | None:
-    known = [field.name for field in dataclasses.fields(kind)]
-    odd = sorted(set(entry.config) ^ set(known))
+    names = [field.name for field in dataclasses.fields(kind)]
+    odd = sorted(set(entry.config) ^ set(names))
     return f"options of {entry.kernel} have changed: {', '.join(odd)}" if odd else None

@@ -203,7 +203,7 @@ def columns_of_s(shape: LinearShape) -> int:
         144
     """
     first = first_ranks(shape)
-    with_extra = sum(rank > kept for rank, kept in zip(shape.ranks, first, strict=True))
+    with_extra = sum(rank > first_rank for rank, first_rank in zip(shape.ranks, first, strict=True))
     return joint_rank(first) + RANK_BLOCK * with_extra * extra_blocks(shape.ranks, max(first, default=0))
 
 

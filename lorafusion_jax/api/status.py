@@ -238,8 +238,8 @@ def status_screen(numbers: dict) -> Group:
         losses = [
             "–" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "held_out_before", "held_out_after")
         ]
-        known = row["status"] == "running" and row["eta_s"] is not None and not starting
-        eta = f"{duration(row['eta_s'])}" if known else "–"
+        has_eta = row["status"] == "running" and row["eta_s"] is not None and not starting
+        eta = f"{duration(row['eta_s'])}" if has_eta else "–"
         colour = COLOURS.get(row["status"])
         status = f"[{colour}]{row['status']}[/]" if colour else row["status"]
         table.add_row(name, status, f"{exact(row['step'])}/{exact(row['steps'])}", *losses, eta)

@@ -129,9 +129,9 @@ def _kernels() -> dict[str, str]:
     features["8-bit products"] = (
         "on matrix units" if has_fp8_products() else "in a wider type: base.quantize=fp8 saves memory, no time"
     )
-    wanted = " ".join(f"{name}={json.dumps(value)}" for name, value in compiler_options().items())
+    flags = " ".join(f"{name}={json.dumps(value)}" for name, value in compiler_options().items())
     features["compiler options"] = (
-        f"{wanted}, set by train; scripts: see pallas_kernels.compiler_options" if wanted else "none"
+        f"{flags}, set by train; scripts: see pallas_kernels.compiler_options" if flags else "none"
     )
     return features
 

@@ -244,7 +244,7 @@ def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None)
         )
     source = folder.latest(adapter) if step is None else folder.adapter_step(adapter, step)
     if source is None or not source.is_dir():
-        steps = [step_of(kept) for kept in folder.exported(adapter)]
+        steps = [step_of(exported) for exported in folder.exported(adapter)]
         raise CheckpointError(
             "export.no-step",
             f"{adapter} has no exported weights" + (" yet." if step is None else f" of step {step}."),

@@ -94,8 +94,8 @@ def show_result(console: Console, result: RunResult) -> None:
         say(console, line, "bold")
     for name, adapter in result.adapters.items():
         if adapter.status == "failed":
-            left = f"the folder holds step {adapter.step}" if adapter.step else "there is no folder"
-            say(console, f"{name}: {adapter.reason}; {left}", "red")
+            in_folder = f"the folder holds step {adapter.step}" if adapter.step else "there is no folder"
+            say(console, f"{name}: {adapter.reason}; {in_folder}", "red")
         elif worse := got_worse(name, rows.get(name, {}).get("before"), rows.get(name, {}).get("after")):
             say(console, worse, "yellow")
     slot_seconds = (throughput(result.folder) or {}).get("slot_seconds")

@@ -19,7 +19,7 @@ def attention_reference(
     q, k, v = (x.astype(jnp.float32) for x in (q_THC, k_TKC, v_TKC))
     k, v = jnp.repeat(k, group, 1), jnp.repeat(v, group, 1)
     row = jnp.arange(T)
-    seen = (row <= row[:, None]) & (row >= first_T[:, None])
+    visible = (row <= row[:, None]) & (row >= first_T[:, None])
     s = jnp.einsum("thc,shc->hts", q, k, precision="highest") * C**-0.5
-    p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1)
+    p = jax.nn.softmax(jnp.where(visible, s, -jnp.inf), -1)
     return jnp.einsum("hts,shc->thc", p, v, precision="highest")

@@ -11,8 +11,8 @@ def tile_rows(num_rows: int, active: int, experts: int) -> int:
     >>> tile_rows(8192, 8, 128), tile_rows(64, 2, 8)
     (128, 16)
     """
-    wanted = num_rows * active // (2 * experts)
-    return min(max(1 << max(wanted.bit_length() - 1, 0), TILES[0]), TILES[1])
+    rows = num_rows * active // (2 * experts)
+    return min(max(1 << max(rows.bit_length() - 1, 0), TILES[0]), TILES[1])
 
 
 def most_tiles(num_rows: int, active: int, experts: int, tile: int) -> int:

@@ -258,10 +258,8 @@ def _call(
             "this quantised weight cannot be split over a mesh: quantise it where it lies on the mesh, or call the op "
             "inside jax.shard_map, on each device's own rows"
         )
-    wanted = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
-    ys = (
-        _on_one_device(arguments, implementation) if mesh is None else _on_mesh(mesh, arguments, implementation, wanted)
-    )
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    ys = _on_one_device(arguments, implementation) if mesh is None else _on_mesh(mesh, arguments, implementation, spec)
     return ys if out_sharding is None else tuple(partition.place(y, out_sharding) for y in ys)
 
 

@@ -74,12 +74,12 @@ def describe(arguments: Arguments) -> tuple[Static, Operands]:
     _check_values(ops, num_adapters)
     if single and num_adapters > 1:
         ops, num_adapters = _first_adapter(ops), 1
-    known = None if ops.ranks is None or isinstance(ranks, jax.Array) else tuple(map(int, ranks))
+    static_ranks = None if ops.ranks is None or isinstance(ranks, jax.Array) else tuple(map(int, ranks))
     static = Static(
         tile=rows_per_tile(x_TK.shape[0], ops.tile_adapter),
         num_adapters=num_adapters,
         single=single,
-        ranks=known and known[:num_adapters],
+        ranks=static_ranks and static_ranks[:num_adapters],
         interpret=interprets(),
         in_order=_is_in_order(tile_adapter, num_adapters),
         y_dtype=None if arguments.y_dtype is None else jnp.dtype(arguments.y_dtype),
@@ -105,10 +105,10 @@ def _first_adapter(ops: Operands) -> Operands:
 def _without_rank_zero(ops: Operands) -> Operands:
     """A projection of rank 0 is one without LoRA: kernels never see an empty array."""
     some = [a is not None and a.shape[2] > 0 for a in ops.as_]
-    kept = {
+    by_name = {
         name: tuple(v if s else None for v, s in zip(getattr(ops, name), some, strict=True)) for name in ("as_", "bs")
     }
-    return dataclasses.replace(ops, **kept)
+    return dataclasses.replace(ops, **by_name)
 
 
 def check_kinds(x: Any, tile_adapter: Any, dropout: Any, **arrays: Any) -> None:

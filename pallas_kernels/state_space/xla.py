@@ -106,13 +106,13 @@ def _in_chunks(
     added = dot("njgc,nghj,nghjv->nghcv", b_NBGC, late, x)
 
     def step(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        added, kept, first = chunk
+        added, fade, first = chunk
         state = jnp.where(first, 0.0, state)
-        return state * kept[..., None, None] + added, state
+        return state * fade[..., None, None] + added, state
 
-    kept = jnp.exp(total[..., -1])
-    before = lax.scan(step, jnp.zeros_like(added[0]), (added, kept, first_N))[1]
-    after = before * kept[..., None, None] + added
+    fade = jnp.exp(total[..., -1])
+    before = lax.scan(step, jnp.zeros_like(added[0]), (added, fade, first_N))[1]
+    after = before * fade[..., None, None] + added
     y = dot("nghij,nghjv->nghiv", inside, x)
     y = y + dot("nigc,nghcv->nghiv", c_NBGC, before) * jnp.exp(total)[..., None]
     return y.transpose(0, 3, 1, 2, 4).reshape(x_NBHV.shape), after.reshape(N, -1, *after.shape[-2:])

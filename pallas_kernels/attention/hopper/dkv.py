@@ -288,8 +288,8 @@ def _apply_mask(keys: _Keys, query0, p):
     def rule(key, query):
         return (key <= query) & (query < broadcast(keys.end, p.shape, 0))
 
-    seen = tile_mask(keys.row0, query0, p.shape, rule)
-    return jnp.where(seen, p, jnp.zeros_like(p))
+    visible = tile_mask(keys.row0, query0, p.shape, rule)
+    return jnp.where(visible, p, jnp.zeros_like(p))
 
 
 def _remask(p, ds):

@@ -109,8 +109,8 @@ class Mask(NamedTuple):
             return (key <= query) & (key >= broadcast(self.first, x.shape, 0))
 
         def masked(x):
-            seen = tile_mask(self.query0, key0, x.shape, rule)
-            return jnp.where(seen, x, jnp.full_like(x, hidden))
+            visible = tile_mask(self.query0, key0, x.shape, rule)
+            return jnp.where(visible, x, jnp.full_like(x, hidden))
 
         return lax.cond((key0 >= self.query0) | (key0 < self.last_first), masked, lambda x: x, x)
 

@@ -43,9 +43,9 @@ def forward(
         def step(tile, carry):
             m_old, total, o = carry
             tile_range = pl.ds(tile * config.tile_rows, config.tile_rows)
-            seen = _seen(queries, first, _rows(tile, config.tile_rows))
+            visible = _visible_mask(queries, first, _rows(tile, config.tile_rows))
             s2 = _scores2(dot(q, k_ref[tile_range, key_head, :], trans_rhs=True), scale, soft_cap)
-            s = jnp.where(seen, s2, MASKED)
+            s = jnp.where(visible, s2, MASKED)
             m = jnp.maximum(m_old, jnp.max(s, axis=1))
             safe = jnp.where(m == MASKED, 0.0, m)  # rows whose document begins in a later tile: -inf - -inf is NaN
             p, fade = jnp.exp2(s - safe[:, None]), jnp.exp2(m_old - safe)
@@ -85,8 +85,8 @@ def dq(
         def step(tile, acc):
             tile_range = pl.ds(tile * config.tile_rows, config.tile_rows)
             k, v = k_ref[tile_range, key_head, :], v_ref[tile_range, key_head, :]
-            seen = _seen(queries, first, _rows(tile, config.tile_rows))
-            _, ds = _weights(q, k, v, do, lse2, delta, seen, scale, soft_cap)
+            visible = _visible_mask(queries, first, _rows(tile, config.tile_rows))
+            _, ds = _weights(q, k, v, do, lse2, delta, visible, scale, soft_cap)
             return acc + dot(ds.astype(k.dtype), k)
 
         acc = lax.fori_loop(*_key_tiles(block, first_ref, config), step, jnp.zeros((config.block_rows, C), jnp.float32))
@@ -126,9 +126,9 @@ def dkv(
             head, tile = key_head * group + lax.div(i, tiles), begin + lax.rem(i, tiles)
             tile_range = pl.ds(tile * config.tile_rows, config.tile_rows)
             q, do = q_ref[tile_range, head, :], do_ref[tile_range, head, :]
-            seen = _seen(_rows(tile, config.tile_rows), first_ref[tile_range], keys)
+            visible = _visible_mask(_rows(tile, config.tile_rows), first_ref[tile_range], keys)
             p, ds = _weights(
-                q, k, v, do, lse2_ref[head, tile_range], delta_ref[head, tile_range], seen, scale, soft_cap
+                q, k, v, do, lse2_ref[head, tile_range], delta_ref[head, tile_range], visible, scale, soft_cap
             )
             dv = dv + dot(p.astype(do.dtype), do, trans_lhs=True)
             return dk + dot(ds.astype(q.dtype), q, trans_lhs=True), dv
@@ -162,7 +162,7 @@ def _scores2(products: jax.Array, scale: float, soft_cap: float | None) -> jax.A
     return (soft_cap * LOG2E) * jnp.tanh(products * (scale / soft_cap))
 
 
-def _seen(queries: jax.Array, first: jax.Array, keys: jax.Array) -> jax.Array:
+def _visible_mask(queries: jax.Array, first: jax.Array, keys: jax.Array) -> jax.Array:
     return (keys[None, :] <= queries[:, None]) & (keys[None, :] >= first[:, None])
 
 

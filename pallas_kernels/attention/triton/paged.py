@@ -104,8 +104,8 @@ def paged_attention_kernel(
             blocks = table_ref[sequence, lax.div(jnp.minimum(keys, M * S - 1), S)]
             row = (blocks * S + lax.rem(keys, S)) * K + head
             s2 = _scores2(dot(q, k_ref[row, :], trans_rhs=True), scale, soft_cap)
-            seen = (keys <= position) & (keys >= first)
-            s = jnp.where(seen[None, :], s2, MASKED)
+            visible = (keys <= position) & (keys >= first)
+            s = jnp.where(visible[None, :], s2, MASKED)
             m = jnp.maximum(m_old, jnp.max(s, axis=1))
             safe = jnp.where(m == MASKED, 0.0, m)
             p, fade = jnp.exp2(s - safe[:, None]), jnp.exp2(m_old - safe)

@@ -119,8 +119,8 @@ def _run_backward(call: Call, mesh: Any, layout: Layout, ops: Operands, saved: A
 
 
 def _shard_map(function: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
-    left = axes_of_type(mesh, AxisType.Auto) | axes_of_type(mesh, AxisType.Manual)
-    names = frozenset(mesh.axis_names) - left
+    axes = axes_of_type(mesh, AxisType.Auto) | axes_of_type(mesh, AxisType.Manual)
+    names = frozenset(mesh.axis_names) - axes
     # without the check of what varies: jax interprets no kernel under it, and differentiation is ours anyway
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)
 

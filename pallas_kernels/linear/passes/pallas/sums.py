@@ -61,10 +61,10 @@ def sum_partials(
         elements = row0 * rank + lax.iota(jnp.int32, block)
 
         def step(i, acc):
-            wanted = i * at_once + lax.iota(jnp.int32, at_once)
+            chunks = i * at_once + lax.iota(jnp.int32, at_once)
             # The numbers of the wanted chunks, by selection: registers cannot be indexed.
-            chunk = jnp.sum(jnp.where(order[None, :] == wanted[:, None], number[None, :], 0), axis=1)
-            exists = jnp.broadcast_to((wanted < count)[:, None], (at_once, block))
+            chunk = jnp.sum(jnp.where(order[None, :] == chunks[:, None], number[None, :], 0), axis=1)
+            exists = jnp.broadcast_to((chunks < count)[:, None], (at_once, block))
             source = partials_ref.at[
                 jnp.broadcast_to(chunk[:, None], exists.shape), jnp.broadcast_to(elements[None, :], exists.shape)
             ]

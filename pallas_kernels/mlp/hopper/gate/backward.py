@@ -253,8 +253,8 @@ def gradient_tile(
         sigmoid_g = sigmoid(g)
         silu = g * sigmoid_g
         h = silu * u
-        kept = h if words is None else keep_words_of(h, words, first=first // WORDS)
-        dh_smem[:, columns] = kept.astype(dtype)
+        dropped = h if words is None else keep_words_of(h, words, first=first // WORDS)
+        dh_smem[:, columns] = dropped.astype(dtype)
         dup = dh * silu
         up_smem[:, columns] = dup.astype(dtype)
         if round_to is not None:
