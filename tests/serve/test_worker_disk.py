@@ -450,5 +450,6 @@ def test_a_damaged_state_costs_its_steps_only(tmp_path, monkeypatch):
     assert "e2-s9 is damaged" in loaded.damage
     (states / "e1-s4" / "whole").touch()
     (states / "e3-s2" / "whole").touch()  # newer than what the server knows
+    (states / "e1-s12" / "whole").touch()  # of later steps: there are no rows of those between
     loaded = loading.load("fern", {}, states / "e2-s9", tmp_path)
     assert (loaded.state, loaded.path) == ("e1-s4", states / "e1-s4")
