@@ -197,8 +197,7 @@ def _rollout_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenize
     held_out = None
     if isinstance(adapter.data.eval, tuple):
         held_out, _ = load_sources(adapter.data.eval, base_dir, partial(load_into, rollout.held_out))
-    ordered = in_order(adapter, train, held_out, config.train.max_steps, weights)
-    return dataclasses.replace(ordered, rollout=rollout)
+    return in_order(adapter, train, held_out, config.train.max_steps, weights, rollout)
 
 
 def load_sources(
@@ -268,11 +267,13 @@ def in_order(
     held_out: TokenizedSet | None,
     max_steps: int | None,
     weights: tuple[float, ...] = (1.0,),
+    rollout: RolloutData | None = None,
 ) -> AdapterData:
     """Orders an adapter's samples according to its settings.
 
     Args:
         weights: of each part of `train`.
+        rollout: see `AdapterData`.
 
     Raises:
         ConfigError: see `sample_order`.
@@ -290,6 +291,7 @@ def in_order(
         weights=weights,
         mixed_samples=mix.epoch_samples * group,
         repeats=mix.repeats(order) if group == 1 else repeats_in(order),
+        rollout=rollout,
     )
 
 

@@ -76,7 +76,7 @@ def extended(job: Job, name: str, *, epochs: int | None, steps: int | None) -> J
     part = Extension(after=job.plan.job_of[name].num_samples, samples=more)
     longer = adapter.model_copy(update={"extended": (*adapter.extended, part)})
     adapters = tuple(longer if other.name == name else other for other in job.config.adapters)
-    in_new_order = in_order(longer, data.train, data.eval, job.config.train.max_steps, data.weights)
+    in_new_order = in_order(longer, data.train, data.eval, job.config.train.max_steps, data.weights, data.rollout)
     return replace(
         job,
         config=job.config.model_copy(update={"adapters": adapters}),
@@ -93,7 +93,7 @@ def reread(config: JobConfig, prepared: Prepared) -> Prepared:
     new = [adapter.name for adapter in config.adapters if adapter.name not in prepared.adapters]
     all_data = _with_data(prepared, prepare(select_adapters(config, new))) if new else prepared
     in_new_order = {
-        adapter.name: in_order(adapter, data.train, data.eval, config.train.max_steps, data.weights)
+        adapter.name: in_order(adapter, data.train, data.eval, config.train.max_steps, data.weights, data.rollout)
         for adapter in config.adapters
         for data in [all_data.adapters[adapter.name]]
     }

@@ -85,7 +85,7 @@ def compare_alone(run: Path, name: str, steps: int) -> Comparison:
     """Trains an adapter of a run for a few steps, jointly and alone, and compares every step.
 
     Raises:
-        ConfigError: `verify.adapter`, the run has no such adapter.
+        ConfigError: `verify.adapter`, the run has no such adapter; `verify.rollout`, an adapter sampled its rows.
         LoraFusionError: there is no run, or its plan, data or base model changed since.
     """
     folder = RunFolder(run)
@@ -94,6 +94,12 @@ def compare_alone(run: Path, name: str, steps: int) -> Comparison:
     if name not in names:
         raise ConfigError(
             "verify.adapter", f"{run} has no adapter '{name}'.", fix=f"lorafusion verify {run} {names[0]}"
+        )
+    if sampling := [adapter.name for adapter in config.adapters if adapter.rollout.is_on]:
+        raise ConfigError(
+            "verify.rollout",
+            f"{', '.join(sampling)} of {run} trained on answers that are not kept.",
+            fix="train the adapter alone from a job file of its own, and compare its rewards",
         )
     prepared = prepare(config)
     check_record(record, prepared, plan)

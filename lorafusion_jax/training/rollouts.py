@@ -20,7 +20,7 @@ from lorafusion_jax.data.prepare import AdapterData, tokenizer_of
 from lorafusion_jax.data.rollouts import PromptRow, RolloutData
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
 from lorafusion_jax.files import naming, replace_text
-from lorafusion_jax.generation.engine import Answer, Request
+from lorafusion_jax.generation.engine import ROWS, Answer, Request
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.report.events import AdapterSampled, Listener, PhaseBegun
 from lorafusion_jax.report.generated import shown_prompt
@@ -221,7 +221,7 @@ class Rollouts:
             generator = self._generator()
             self._session.executor.wait_dispatched()
             with self._session.executor.blaming(None, None, list(prompts)):
-                drawn = generator(requests)
+                drawn = generator(requests, most=ROWS)
             replies: dict[tuple[str, int], int | None] = {}
             for (name, number), request, answer in zip(active, requests, drawn, strict=True):
                 turns = answers[name][number]

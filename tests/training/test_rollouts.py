@@ -11,8 +11,12 @@ from small_jobs import exported, largest_difference, write_job, write_rows
 
 import lorafusion_jax as lf
 from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.events import SlotDone
+from lorafusion_jax.training.additions import extended
+from lorafusion_jax.training.compare_alone import compare_alone
+from lorafusion_jax.training.job import Job
 
 REWARDS = """
 def letters(prompts, completions, bonus):
@@ -69,7 +73,25 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(folder, tiny_base, kept_programs):
+def kept_generation(kept_programs):
+    """Runs also share the programs of generation: tracing takes most of a run."""
+    from lorafusion_jax.generation import generator
+    from lorafusion_jax.generation.programs import GenerationPrograms
+
+    kept = {}
+
+    def programs(stage):
+        if stage.programs not in kept:
+            kept[stage.programs] = GenerationPrograms(stage)
+        return kept[stage.programs]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "GenerationPrograms", programs)
+        yield
+
+
+@pytest.fixture(scope="module")
+def train(folder, tiny_base, kept_generation):
     """train(name, adapters) → the run."""
 
     def train(name: str, adapters: list[dict], **arguments) -> lf.Run:
@@ -174,6 +196,18 @@ def test_answers_that_are_gone_are_not_drawn_again_in_the_middle_of_a_batch(kill
     shutil.rmtree(folder / "rollouts")
     with pytest.raises(lf.LoraFusionError, match=r"rollout\.missing"):
         lf.resume(folder, progress=False)
+
+
+def test_verify_refuses_by_name_and_extensions_keep_the_prompts(together):
+    with pytest.raises(lf.LoraFusionError, match=r"verify\.rollout"):
+        compare_alone(together.folder, "sft", 1)
+    config = RunFolder(together.folder).read_config()
+    prepared = prepare(config)
+    job = Job(config=config, prepared=prepared, plan=RunFolder(together.folder).read_plan())
+    data = extended(job, "grpo", epochs=1, steps=None).prepared.adapters["grpo"]
+    assert data.rollout is prepared.adapters["grpo"].rollout
+    assert len(data.order) == len(prepared.adapters["grpo"].order) + 16  # an epoch of four prompts, four answers each
+    assert (data.order.reshape(-1, 4) == data.order[::4, None]).all()
 
 
 def test_the_report_shows_answers(together, tmp_path):
