@@ -14,6 +14,7 @@ from test_api import login, raw, refused
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.serve.api import streams
 from lorafusion_jax.serve.api.access import Access, Service
+from lorafusion_jax.serve.api.admin import KeyLimits
 from lorafusion_jax.serve.client import Client
 from lorafusion_jax.serve.store import keys as k
 from lorafusion_jax.serve.store import tables as t
@@ -172,3 +173,10 @@ def test_a_restarted_service_keeps_its_sessions(running):
     owner = again.access.find("", cookie)
     assert owner is not None
     assert owner.name == "ana"
+
+
+@pytest.mark.parametrize("values", [{"priority": False}, {"jobs": "3"}, {"share": True}])
+def test_limits_are_numbers(values):
+    with pytest.raises(ValueError, match="Input should be a valid"):
+        KeyLimits.model_validate(values)
+    assert KeyLimits.model_validate({"share": 2, "priority": 3}).share == 2.0

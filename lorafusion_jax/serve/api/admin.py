@@ -61,7 +61,7 @@ Name = Annotated[str, Field(max_length=64)]
 class KeyLimits(BaseModel):
     """What the owner of a key has a right to; of several keys of an owner the widest counts."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     share: Annotated[float, Field(ge=0.001, le=1000, description="weight among the users who have work")] = 1.0
     jobs: Annotated[int, Field(ge=0, le=2**62, description="most live jobs")] | None = None
     places: Annotated[int, Field(ge=1, le=2**62, description="most places, with a policy GPUs, at once")] | None = None
@@ -73,7 +73,7 @@ class KeyLimits(BaseModel):
 class NewKey(BaseModel):
     """A key to add."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     owner: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
     scopes: list[Literal[SCOPES]] = list(USER)  # type: ignore[valid-type]
     days: Annotated[float, Field(gt=0, le=36500)] | None = None
@@ -83,7 +83,7 @@ class NewKey(BaseModel):
 class Login(BaseModel):
     """A key, for which a session of the page starts."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     key: Annotated[str, Field(max_length=200)]
 
 

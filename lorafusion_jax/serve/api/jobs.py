@@ -54,7 +54,7 @@ class Tar(StreamingResponse):
 class Change(BaseModel):
     """What of a job can change."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
     deadline: Deadline | None = None
