@@ -16,6 +16,7 @@ from lorafusion_jax.serve.api import streams
 from lorafusion_jax.serve.api.access import Access, Service
 from lorafusion_jax.serve.api.admin import KeyLimits
 from lorafusion_jax.serve.client import Client
+from lorafusion_jax.serve.control.spec import JobSpec
 from lorafusion_jax.serve.store import keys as k
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import Database
@@ -180,3 +181,11 @@ def test_limits_are_numbers(values):
     with pytest.raises(ValueError, match="Input should be a valid"):
         KeyLimits.model_validate(values)
     assert KeyLimits.model_validate({"share": 2, "priority": 3}).share == 2.0
+
+
+@pytest.mark.parametrize("key", ["priority", "weight", "seed", "steps"])
+def test_a_job_takes_no_truth_value_for_a_number(key):
+    job = {"name": "law", "base": "tiny", "data": {"train": f"sha256-{'0' * 64}"}, "lora": {"rank": 4}}
+    with pytest.raises(ValueError, match="true and false are no numbers"):
+        JobSpec.model_validate(job | {key: True})
+    assert JobSpec.model_validate(job | {key: 1}).name == "law"

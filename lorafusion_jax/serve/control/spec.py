@@ -122,6 +122,13 @@ class JobSpec(Part):
         default=None, description="id of an adapter of the same owner to continue from"
     )
 
+    @field_validator("steps", "epochs", "seed", "weight", "priority", "deadline", "max_slowdown", mode="before")
+    @classmethod
+    def _check_number(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("true and false are no numbers")
+        return value
+
 
 def job_values(
     spec: dict[str, Any], name: str, *, base: Path, files: dict[str, Path], session: dict[str, Any],
