@@ -24,6 +24,7 @@ Variants (all rows are reported, even if a baseline wins):
     single_xla      one adapter after another, XLA LoRA
     single          the same with our kernels
     single_sizes    the same, and each microbatch takes the smallest of four sizes that holds it
+    single_short    the same, of sizes down to 1/32 of `--capacity`, as small batches of short rows need
     fsdp_xla        one adapter after another, base sharded over all GPUs, each a replica, XLA LoRA
     flush           one adapter after another in a pipeline that is flushed at every step
     mlora           all adapters, one batch of each in turn, packed separately, our kernels
@@ -103,7 +104,7 @@ from scheduling.baselines import batch_by_batch, one_after_another
 from scheduling.comparison import host_wait_s
 from scheduling.pipeline import Program, one_forward_one_backward
 
-SIZES = (0.375, 0.5, 0.75, 1.0)  # of the capacity, for single_sizes
+SIZES = {"sizes": (0.375, 0.5, 0.75, 1.0), "short": (1 / 32, 1 / 8, 0.375, 1.0)}  # of the capacity, by plan
 MODELS = SHAPES | {"gpt-oss-20b": GPT_OSS_20B, "gemma-4-e2b": GEMMA_4_E2B}
 CAPACITIES = (2048, 3072, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
 
@@ -113,7 +114,7 @@ class Variant(NamedTuple):
 
     together: bool
     implementation: str | None
-    plan: str  # ours, single, sizes, mlora
+    plan: str  # ours, single, sizes, short, mlora
     flush: bool = False
     fsdp: bool = False
     frozen: bool = False
@@ -131,6 +132,7 @@ VARIANTS = {
     "single_xla": Variant(False, "xla", "single"),
     "single": Variant(False, None, "single"),
     "single_sizes": Variant(False, None, "sizes"),
+    "single_short": Variant(False, None, "short"),
     "fsdp_xla": Variant(False, "xla", "single", fsdp=True),
     "flush": Variant(False, "xla", "single", flush=True),
     "mlora": Variant(True, None, "mlora"),
@@ -252,8 +254,8 @@ class Bench:
         """Jobs of each run, the capacity, and their plans."""
         options, runs = self.options, self.jobs(variant, workload, mesh, slots)
         capacity: int | tuple[int, ...] = options.capacity
-        if variant.plan == "sizes":
-            capacity = tuple(round(share * options.capacity) for share in SIZES)
+        if variant.plan in SIZES:
+            capacity = tuple(round(share * options.capacity) for share in SIZES[variant.plan])
         elif variant.plan != "ours" and options.model != "tiny":
             capacity = self.best_capacity(variant, runs, mesh)
         return runs, capacity, [self.plan(variant, run, capacity, mesh) for run in runs]
@@ -288,7 +290,7 @@ class Bench:
         }  # fmt: skip
         if variant.plan == "ours":
             return make_plan(jobs, time_limit_s=5.0, seed=0, **limits)
-        if variant.plan == "sizes":
+        if variant.plan in SIZES:
             costs = predicted_costs(self.config(variant, mesh, capacity, len(jobs)), self.model, "h200")
             return make_plan(jobs, time_limit_s=5.0, seed=0, cost_model=costs, **limits)
         return (one_after_another if variant.plan == "single" else batch_by_batch)(jobs, **limits)

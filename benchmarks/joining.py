@@ -8,7 +8,7 @@ Rows of joining.jsonl, those of most interest first:
                               share of sampling in it
     {"part": "sft", "way": "together" | "one by one", ...}
                               equal adapters in supervised fine-tuning. Microbatches of both take the smallest of four
-                              sizes that holds them.
+                              sizes that holds them: alone from 1/32 of the capacity, together from 3/8.
     {"part": "search", ...}   64 points (learning rate × rank × batch) in one run: seconds until the last point is
                               trained, with and without halving
 
@@ -41,7 +41,7 @@ from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.machine import prepare_machine
 from scheduling import AdapterJob
 
-WAYS = {"ours_sizes": "together", "single_sizes": "one by one"}
+WAYS = {"ours_sizes": "together", "single_short": "one by one"}
 PARTS = ("rl", "sft", "search")
 REWARD = (
     "def reward(completions):\n    return [sum(map(str.islower, text)) / (len(text) + 1) for text in completions]\n"
@@ -270,7 +270,8 @@ def _base(folder: Path, small: bool) -> Path:
     if small:
         return Path("examples/base").absolute()
     if not (folder / "base").exists():
-        write_base(folder / "base", SHAPES["8b"], SHAPES["8b"]["num_layers"])
+        shape = {key: value for key, value in SHAPES["8b"].items() if key != "family"}
+        write_base(folder / "base", shape, shape["num_layers"])
         for file in ("tokenizer.json", "tokenizer_config.json"):  # of a smaller vocabulary: enough for prompts
             (folder / "base" / file).write_bytes((Path("examples/base") / file).read_bytes())
     return folder / "base"
