@@ -106,7 +106,7 @@ def _as_written(rewards: Sequence[Reward]) -> Any:
 
 
 def _optional_rewards(value: object) -> tuple[Reward, ...]:
-    return () if value is None or value == () else read_rewards(value)
+    return () if value is None or value in ((), []) else read_rewards(value)
 
 
 def _optional_function(value: object) -> str | None:
@@ -146,7 +146,7 @@ Rewards = Annotated[
     tuple[Reward, ...],
     PlainValidator(_optional_rewards),
     PlainSerializer(_as_written),
-    WithJsonSchema({"anyOf": [*_ENTRY["anyOf"], {"type": "array", "items": _ENTRY, "minItems": 1}, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [*_ENTRY["anyOf"], {"type": "array", "items": _ENTRY}, {"type": "null"}]}),
 ]
 Function = Annotated[
     str | None,

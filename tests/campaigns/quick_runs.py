@@ -28,7 +28,7 @@ from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.optim.schedules import learning_rates
 from lorafusion_jax.report.recorder import Recorder
 from lorafusion_jax.session import adapter_state, task
-from lorafusion_jax.training import adapter_writer, launch
+from lorafusion_jax.training import exports, launch
 
 ENDED = ("done", "cancelled", "failed")
 MOST_RESUMES = 25
@@ -40,7 +40,7 @@ def quick_runs() -> Iterator[pytest.MonkeyPatch]:
     """Runs of this process need no devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "Session", QuickSession)
-        patch.setattr(adapter_writer, "write_adapter", export)
+        patch.setattr(exports, "write_adapter", export)
         patch.setattr(adapter_state, "check_optimizer", lambda *state: None)  # a number has none
         patch.setattr(yaml, "SafeLoader", yaml.CSafeLoader)  # this and what follows is nearly all time of a tiny run
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))

@@ -115,7 +115,7 @@ def test_samples_have_their_share_of_the_time_while_slots_wait(monkeypatch, shar
     worker = loop.WorkerLoop.__new__(loop.WorkerLoop)
     windows = {"plan": lambda horizon: SimpleNamespace(slots=(None,)), "run": lambda *_: spend("slots", 0.45)}
     worker._windows, worker._session = SimpleNamespace(**windows), SimpleNamespace(drain=lambda: None)  # type: ignore
-    samples = SimpleNamespace(busy=True, advance=lambda: spend("samples", 0.07))
+    samples = SimpleNamespace(busy=True, advance=lambda: spend("samples", 0.07), wait=lambda: None)
     worker.samples = samples  # type: ignore
     worker._owed_s, worker._per_slot = 0.0, share / (1 - share)
     for _ in range(1000):
