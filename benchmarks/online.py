@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import csv
+import gc
 import os
 import platform
 import sys
@@ -239,9 +240,15 @@ def time_decision(hosts: int = 160, jobs: int = 1000, repeats: int = 25) -> dict
 
 
 def calls_of(function: Callable[[], object]) -> int:
-    """Function calls of Python: work that does not depend on the machine."""
+    """Function calls of Python: work that does not depend on the machine, nor on the garbage of whoever ran before."""
     profile = cProfile.Profile()
-    profile.runcall(function)
+    collects = gc.isenabled()
+    gc.disable()  # a collection calls finalizers and jax's callback
+    try:
+        profile.runcall(function)
+    finally:
+        if collects:
+            gc.enable()
     return sum(entry.callcount for entry in profile.getstats())
 
 
