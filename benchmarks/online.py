@@ -1,7 +1,7 @@
 """Measures the online scheduler against its targets, on 1 to 64 GPUs, on its own traces and on held-out ones.
 
-    python benchmarks/online.py                       # all missing runs, on two cores, at low priority
-    python benchmarks/online.py small --seeds 1       # a part, see PARTS
+    python -m benchmarks.online                       # all missing runs, on two cores, at low priority
+    python -m benchmarks.online small --seeds 1       # a part, see PARTS
 
 Every finished run is a row of rows.csv and is not repeated; delete a row to run it again. `report` writes the tables
 from the rows.
@@ -15,7 +15,6 @@ import csv
 import gc
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,11 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from benchmarks.online_rates import compare_rates  # noqa: E402
-from benchmarks.online_traces import HELD_OUT, held_out_trace  # noqa: E402
-from scheduling.online import (  # noqa: E402
+from benchmarks.online_rates import compare_rates
+from benchmarks.online_traces import HELD_OUT, held_out_trace
+from scheduling.online import (
     TRACES,
     CheckedPolicy,
     ClusterResult,
@@ -46,9 +43,9 @@ from scheduling.online import (  # noqa: E402
     generate_trace,
     simulate_cluster,
 )
-from scheduling.online.state import after  # noqa: E402
+from scheduling.online.state import after
 
-RESULTS = Path(__file__).parent / "results" / "online_2026-11-28"
+RESULTS = Path(__file__).parent / "results" / "online_2026-11-29"
 PARTS = ("small", "held-out", "large", "queue", "throughput", "ideas", "claims", "rates", "speed")
 OTHERS = ("elastic-srtf", "srtf", "backfill")
 DESIGN = "columns"  # of decisions that are timed; rows of earlier ones are kept
@@ -116,7 +113,7 @@ def tasks(part: str, seeds: int) -> list[Task]:
             Task(part, trace, seed, 1.0, policies, 80, gpus, memory_gib=memory)
             for seed, (gpus, memory), trace in clusters
         ]
-    return [Task(part, "steady", 0, 1.0, ("ours",), 10_000, 256)] if part == "speed" else []
+    return []
 
 
 def run(task: Task, done: frozenset[tuple]) -> list[dict]:

@@ -1,7 +1,5 @@
 """The planner: weights, replicas, capacity, counted work, and extreme inputs."""
 
-import cProfile
-import pstats
 import time
 from collections import Counter
 from dataclasses import replace
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 from more_cases import nightly
 
+from benchmarks.online import calls_of
 from scheduling import AdapterJob, default_cost_model, make_plan, simulate, verify_plan
 from scheduling.packing.budget import Budget
 from scheduling.packing.fill import charged
@@ -134,18 +133,11 @@ WIDE = [AdapterJob(f"a{i}", LENGTHS * 3, 64) for i in range(6)]
 def test_all_work_is_counted(jobs, limits):
     problem, effort = make_problem(jobs, limits), effort_of(0.1, None)
     allowed = effort.search.evaluations + effort.even.evaluations
-    calls = count_calls(lambda: fill(problem, [np.arange(job.num_samples) for job in jobs], effort, seed=0))
-    nothing = count_calls(lambda: fill(problem, [np.arange(job.num_samples) for job in jobs], effort_of(0, None), 0))
+    calls = calls_of(lambda: fill(problem, [np.arange(job.num_samples) for job in jobs], effort, seed=0))
+    nothing = calls_of(lambda: fill(problem, [np.arange(job.num_samples) for job in jobs], effort_of(0, None), 0))
     assert effort.search.evaluations >= -0.1 * allowed
     assert effort.even.evaluations >= -0.1 * allowed
     assert calls - nothing <= 60 * allowed  # a choice of samples is 20 calls, an evaluation 50
-
-
-def count_calls(function):
-    """Calls of Python and C functions: the work that was done, whatever the machine."""
-    profile = cProfile.Profile()
-    profile.runcall(function)
-    return pstats.Stats(profile).total_calls
 
 
 def test_plans_repeat_for_a_seed():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import cProfile
-import pstats
 import time
 from collections import Counter
 from dataclasses import replace
@@ -14,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.online import calls_of
 from lorafusion_jax.config.schema import BatchSettings, MeshSettings
 from lorafusion_jax.session.assembler import first_tail, places_for_segments
 from scheduling import AdapterJob, PlanError, make_plan
@@ -308,11 +307,8 @@ def test_a_window_costs_its_slots_for_a_job_with_cuts_too():
 
     def calls(samples: int) -> int:
         job = AdapterJob("cut", [100] * samples, 4, cuts=(6, samples // 2 + 1))
-        profile = cProfile.Profile()
-        profile.enable()
-        plan_window([Cursor(job=job)], Tail(limits=Limits(capacity_tokens=1024, num_stages=1)), 8)
-        profile.disable()
-        return pstats.Stats(profile).total_calls  # pyright: ignore
+        tail = Tail(limits=Limits(capacity_tokens=1024, num_stages=1))
+        return calls_of(lambda: plan_window([Cursor(job=job)], tail, 8))
 
     calls(100)
     assert calls(100_000) <= 1.05 * calls(1_000)

@@ -1,12 +1,12 @@
 """A service sees jobs come and go for months: caches stay small, and forgetting changes no result."""
 
-import cProfile
 import gc
 from dataclasses import replace
 
 import pytest
 from more_cases import nightly
 
+from benchmarks.online import calls_of
 from scheduling.online import ClusterState, Job, JobState, LiveCluster, Ours, Rates, Worker, job_cache
 from scheduling.online.policies.ours import policy as ours
 
@@ -46,12 +46,6 @@ def test_forgetting_changes_no_rate(monkeypatch):
         for job in group:
             assert small.best_isolated_rate(job, KIND) == Rates().best_isolated_rate(job, KIND)
             assert small.profile(job).batch_tokens == Rates().profile(job).batch_tokens
-
-
-def calls_of(function):
-    profile = cProfile.Profile()
-    profile.runcall(function)
-    return sum(entry.callcount for entry in profile.getstats())
 
 
 def decision_calls(waiting, share):
