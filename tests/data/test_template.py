@@ -1,9 +1,12 @@
+from contextlib import suppress
+
 import pytest
 from data_helpers import MARKED_TEMPLATE, TEMPLATE, chat
 
 from lorafusion_jax.data import ChatTemplate
 from lorafusion_jax.data.template.chat import check_template
-from lorafusion_jax.data.template.compiled import TemplateProblem
+from lorafusion_jax.data.template.compiled import TemplateProblem, compile_template
+from lorafusion_jax.data.template.conversation import Conversation
 from lorafusion_jax.errors import CheckpointError
 
 TURNS = chat("2+2?", "four", "3+3?", "six", system="Be brief.")
@@ -118,6 +121,35 @@ def test_a_template_that_writes_half_a_character():
     """jinja reads the escape, and no tokenizer takes the text."""
     with pytest.raises(TemplateProblem, match="half a character"):
         ChatTemplate(source=r"{{ '\ud83d' }}{{ messages[0].content }}").render([{"role": "user", "content": "a"}])
+
+
+LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("{% set x %}LOOP{% endset %}{{ x }}{{ x | length }}", True),
+        ("{% macro x() %}LOOP{% endmacro %}{{ x() }}{{ x() | length }}", True),
+        ("{% filter trim %}LOOP{% endfilter %}", True),
+        ("{% block x %}LOOP{% endblock %}", True),
+        ("{% macro x() %}{{ caller() | length }}{% endmacro %}{% call x() %}LOOP{% endcall %}LOOP", True),
+        ("{% for n in [messages] recursive %}{{ n | length }}LOOP{% endfor %}", True),
+        (r"{{ '\ufdd2\ufdd3' }}LOOP", True),
+        ("\ufdd0LOOP\ufdd1", True),
+        ("LOOP{{ bos_token }}", False),
+    ],
+)
+def test_marks_change_no_text(source, reads):
+    """The text of a conversation is that of a render without marks."""
+    source = source.replace("LOOP", LOOP)
+    assert compile_template(source)[3] == reads
+    for bos in ("<s>", "\ufdd2\ufdd3"):
+        special = {"bos_token": bos}
+        chat = Conversation(source, special, messages=TURNS, tools=None, variables={})
+        with suppress(TemplateProblem):  # of lengths no text is a prefix
+            chat.answers(last_only=False)
+        assert chat.text == ChatTemplate(source=source, special_tokens=special).render(TURNS)
 
 
 def test_reserved_code_point_cannot_forge_a_mask():

@@ -47,6 +47,9 @@ class Budget:
 
     def value(self, value: Any) -> None:
         """Charges a value by its unfolded size: lists that refer to one list several times grow as fast as texts."""
+        if isinstance(value, str):
+            self.write(len(value))
+            return
         stack = [value]
         while stack:
             item = stack.pop()

@@ -44,7 +44,7 @@ def render(source: str, values: dict[str, Any], marked: Sequence[dict] | None = 
         TemplateLimit: it exceeds its budget.
     """
     try:
-        sandbox, template, _ = compile_template(source)
+        sandbox, template, *_ = compile_template(source)
         return sandbox.render(template, values, marked)
     except LimitError as problem:
         raise TemplateLimit(f"the template says: {problem}") from None
@@ -53,8 +53,8 @@ def render(source: str, values: dict[str, Any], marked: Sequence[dict] | None = 
 
 
 @functools.lru_cache(maxsize=32)
-def compile_template(source: str) -> tuple[Sandbox, Template, bool]:
-    """Compiles a template. Returns it with its sandbox, and whether it has generation blocks.
+def compile_template(source: str) -> tuple[Sandbox, Template, bool, bool]:
+    """Compiles a template. Returns it with its sandbox, and what `Sandbox.compiled` says of it.
 
     Raises:
         SyntaxError, jinja2.TemplateSyntaxError, and `PROBLEMS`.

@@ -109,11 +109,14 @@ class Conversation:
         if any(RESERVED.search(text) for text in _nested_texts([self._messages, self._tools])):
             raise TemplateProblem("a message holds one of the code points U+FDD0 to U+FDD3, which no text may use")
         turns = [turn for turn, message in enumerate(self._messages) if message["role"] == "assistant"]
-        marks_answers = compile_template(self._source)[2]
+        _, _, marks_answers, reads = compile_template(self._source)
         if not marks_answers and not last_only:
             self._check_length()
-        text = self.text
+        reads = reads or any(RESERVED.search(text) for text in _nested_texts([self._special_tokens, self._variables]))
         marked = self._render_marked(self._messages)
+        if not reads:
+            self.text = marked.text
+        text = self.text
         exact = marked.text == text  # False if the template measures or trims its own output, marks included
         if marks_answers:
             if not exact:

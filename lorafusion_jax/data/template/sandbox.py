@@ -25,7 +25,7 @@ from lorafusion_jax.data.template.budget import (
     check_number,
     check_widths,
 )
-from lorafusion_jax.data.template.hooks import Hooks, Instrument, RenderState
+from lorafusion_jax.data.template.hooks import RESERVED, Hooks, Instrument, RenderState
 
 # Some templates print the date. Their clock is fixed, so that a plan has the same tokens on every day.
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
@@ -54,8 +54,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum")
         self.globals.update(raise_exception=_raise_exception, strftime_now=TEMPLATE_DATE.strftime)
 
-    def compiled(self, source: str) -> tuple[Template, bool]:
-        """Compiles a template. Also returns whether it has generation blocks."""
+    def compiled(self, source: str) -> tuple[Template, bool, bool]:
+        """Compiles a template. Also returns whether it has generation blocks, and whether it may read its output."""
         self.state.budget = Budget()
         tree = self.parse(source)
         hooks = self.extensions[Hooks.identifier]
@@ -63,9 +63,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             isinstance(call.node, nodes.ExtensionAttribute) and call.node.name == "generation"
             for call in tree.find_all(nodes.Call)
         )
+        reads = _may_read_output(tree)
         tree = Instrument(hooks).visit(tree).set_environment(self)
         code = self.compile(tree)
-        return self.template_class.from_code(self, code, self.make_globals(None)), marks
+        return self.template_class.from_code(self, code, self.make_globals(None)), marks, reads
 
     def render(self, template: Template, values: dict[str, Any], marked: Sequence[dict] | None = None) -> str:
         """Renders a compiled template.
@@ -100,18 +101,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return result
 
     def call(self, context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hook = isinstance(getattr(obj, "__self__", None), Hooks)
-        if not hook:
-            self.state.budget.step()
-            owner = getattr(obj, "__self__", None)
-            if isinstance(owner, str | bytes):
-                self._check_arguments(obj.__name__, (owner, *args), kwargs, method=True)
-            elif (template := getattr(obj, "__wrapped__", None)) is not None and isinstance(
-                text := getattr(template, "__self__", None), str
-            ):
-                check_widths(text)  # str.format, wrapped by the sandbox
+        owner = getattr(obj, "__self__", None)
+        if isinstance(owner, Hooks):
+            return obj(*args, **{key: value for key, value in kwargs.items() if key == "caller"})
+        self.state.budget.step()
+        if isinstance(owner, str | bytes):
+            self._check_arguments(obj.__name__, (owner, *args), kwargs, method=True)
+        elif (template := getattr(obj, "__wrapped__", None)) is not None and isinstance(
+            text := getattr(template, "__self__", None), str
+        ):
+            check_widths(text)  # str.format, wrapped by the sandbox
         result = super().call(context, obj, *args, **kwargs)
-        if not hook and isinstance(result, str | bytes | list | tuple | dict):
+        if isinstance(result, str | bytes | list | tuple | dict):
             self.state.budget.value(result)
         return result
 
@@ -160,6 +161,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
             budget.write(many * max(map(len, texts)) if many else 0)
         if name == "indent" and len(texts) >= 2:
             budget.write((str(texts[0]).count("\n") + 1) * len(texts[1]))
+
+
+def _may_read_output(tree: nodes.Template) -> bool:
+    """Whether marks in the output could change the rest of it, or the template writes some itself."""
+    blocks = (nodes.AssignBlock, nodes.FilterBlock, nodes.Macro, nodes.Block)
+    calls = (
+        call for call in tree.find_all(nodes.CallBlock) if not isinstance(call.call.node, nodes.ExtensionAttribute)
+    )
+    loops = (loop for loop in tree.find_all(nodes.For) if loop.recursive)
+    texts = (const.value for const in tree.find_all(nodes.Const))
+    written = (data.data for data in tree.find_all(nodes.TemplateData))
+    return any(True for _ in (*tree.find_all(blocks), *calls, *loops)) or any(
+        RESERVED.search(text) for text in (*texts, *written) if isinstance(text, str)
+    )
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
