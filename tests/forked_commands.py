@@ -6,6 +6,8 @@ Importing takes 2.5 seconds of a processor, and tests of several processes start
 from __future__ import annotations
 
 import atexit
+import ctypes
+import importlib
 import json
 import os
 import runpy
@@ -18,26 +20,38 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Thread
 
+WORDS_BYTES = 8192  # room for the words of a command in the system's list of processes
 CPU_S = [0.0]  # of commands that have ended; nobody's child, so the system does not tell
 
 
 class Command:
     """A command that runs, with the methods of `subprocess.Popen` that tests use."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str]):
-        """Words are those after `python`: -m MODULE … or -c CODE …."""
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], *, log: int | None = None, server: str = ""):
+        """Words are those after `python`: -m MODULE … or -c CODE ….
+
+        Args:
+            log: descriptor that gets all that it writes. It has a session of its own then, and a pipe as its input.
+            server: socket of the process that forks; its modules are what the command need not import.
+        """
         self._link = socket.socket(socket.AF_UNIX)
-        self._link.connect(_server())
-        out, err = os.pipe(), os.pipe()
-        socket.send_fds(self._link, [b"."], [out[1], err[1]])
-        self._link.sendall(json.dumps({"words": list(words), "env": dict(env), "cwd": os.getcwd()}).encode() + b"\n")
-        os.close(out[1])
-        os.close(err[1])
-        self.stdout, self.stderr = os.fdopen(out[0]), os.fdopen(err[0])
+        self._link.connect(server or start_server())
+        pipes = [os.pipe(), os.pipe()] if log is None else [os.pipe()[::-1]]
+        given = [pipe[1] for pipe in pipes] + ([log] if log is not None else [])
+        request = {"words": list(words), "env": dict(env), "cwd": os.getcwd(), "apart": log is not None}
+        socket.send_fds(self._link, [b"."], given)
+        self._link.sendall(json.dumps(request).encode() + b"\n")
+        for pipe in pipes:
+            os.close(pipe[1])
+        if log is None:
+            self.stdout, self.stderr = os.fdopen(pipes[0][0]), os.fdopen(pipes[1][0])
+        else:
+            self.stdin = os.fdopen(pipes[0][0], "w")
         self._told = self._link.makefile()
         self.pid = int(self._told.readline())
         self.returncode: int | None = None
@@ -103,13 +117,16 @@ def _readable(link: socket.socket, timeout: float | None) -> bool:
 
 
 @cache
-def _server() -> str:
-    """Path of the socket of the process that forks; it ends with this one."""
+def start_server(*modules: str) -> str:
+    """Path of the socket of a process that forks; it ends with this one.
+
+    Args:
+        modules: that it imports, too.
+    """
     path = Path(tempfile.mkdtemp(), "socket")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    server = subprocess.Popen(
-        [sys.executable, __file__, str(path)], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    words = [sys.executable, __file__, str(path), *modules, " " * WORDS_BYTES]
+    server = subprocess.Popen(words, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
     atexit.register(_end, server)
@@ -146,16 +163,30 @@ def serve(path: str) -> dict:
         request = json.loads(told.readline())
         child = os.fork()
         if child == 0:
-            for number, stream in enumerate(streams, start=1):
-                os.dup2(stream, number)
+            apart = request["apart"]
+            if apart:
+                os.setsid()
+            for numbers, stream in zip(((0,), (1, 2)) if apart else ((1,), (2,)), streams, strict=True):
+                for number in numbers:
+                    os.dup2(stream, number)
                 os.close(stream)
+            show_words([sys.executable, *request["words"]])
             return request
         for stream in streams:
             os.close(stream)
         link.sendall(f"{child}\n".encode())
         _, status = os.waitpid(child, 0)
-        link.sendall(f"{os.waitstatus_to_exitcode(status)} {sum(os.times()[2:4])}\n".encode())
+        with suppress(BrokenPipeError):  # who started it has ended
+            link.sendall(f"{os.waitstatus_to_exitcode(status)} {sum(os.times()[2:4])}\n".encode())
         os._exit(0)
+
+
+def show_words(words: Sequence[str]) -> None:
+    """Makes the system show these as the command of this process, as far as there is room."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    text = b"\0".join(word.encode() for word in words) + b"\0"
+    if len(text) < end - start:
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def set_up(env: Mapping[str, str]) -> None:
@@ -182,6 +213,8 @@ def main() -> None:
     import lorafusion_jax.cli.main
     import lorafusion_jax.training  # noqa: F401
 
+    for module in sys.argv[2:-1]:
+        importlib.import_module(module)
     request = serve(sys.argv[1])
     set_up(request["env"])
     os.chdir(request["cwd"])

@@ -84,6 +84,7 @@ WHYS: Mapping[str, str] = {
     "store.damaged": "its pages are not what was written",
     "store.failed": "the system refused to write",
     "store.no-space": "the disk is full",
+    "store.replaced": "the home was moved or exchanged while the service runs",
     "store.version": "its tables are those of another version of the program",
 }
 FIXES: Mapping[str, str] = {

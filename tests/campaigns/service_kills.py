@@ -34,10 +34,13 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
+from campaigns.serve_forked import MODULES
 from campaigns.service_process import Server, free_seed, wait_for, workers_of
 from campaigns.service_trials import LEASE_S, Jobs, add_options, run_shards, share, train_while_struck
+from forked_commands import start_server
 
 from lorafusion_jax.serve.client import Client, Job
+from lorafusion_jax.serve.store.jobs import MOST_TRIES, PROGRESS
 from lorafusion_jax.serve.store.tables import MIGRATIONS, VERSION
 
 STRIKES = {"server": 50, "worker": 50, "both": 50, "stop": 20, "upgrade": 17, "restore": 17, "sweep": 16}
@@ -57,16 +60,30 @@ def main() -> int:
 def run_shard(options: argparse.Namespace) -> int:
     draw, work = free_seed(options.shard), Path(tempfile.mkdtemp(prefix=f"shard-{options.shard}-", dir=options.work))
     todo = Counter({kind: share(getattr(options, kind), options) for kind in STRIKES})
-    server = Server(work / "home", options.work / "base", save_s=0.3, lease_s=LEASE_S)
+    forks = start_server(*MODULES)
+    server = Server(work / "home", options.work / "base", save_s=0.3, lease_s=LEASE_S, forks=forks)
 
     def strike(jobs: Jobs, todo: Counter[str]) -> str | None:
         time.sleep(draw.uniform(0.1, 3.0))
-        kind = draw.choice(sorted(todo.elements()))
+        spared = () if may_lose_its_worker(server, jobs) else ("worker", "both", "stop")
+        kinds = [kind for kind in sorted(todo.elements()) if kind not in spared]
+        if not kinds:
+            return None
+        kind = draw.choice(kinds)
         strikes = {"upgrade": kill_upgrade, "restore": kill_restore, "sweep": partial(kill_sweep, jobs=jobs)}
         hit = strikes[kind](server, draw) if kind in strikes else kill(server, kind)
         return kind if hit else None
 
     return train_while_struck(server, options, work, todo, strike)
+
+
+def may_lose_its_worker(server: Server, jobs: Jobs) -> bool:
+    """Whether no job fails, as it shall, if its worker is lost once more before it has made progress."""
+    names = tuple(job for _, job in jobs)
+    with closing(sqlite3.connect(server.home / "service.db", timeout=60)) as connection:
+        query = f"SELECT tries, step - tries_step FROM jobs WHERE id IN ({','.join('?' * len(names))})"
+        rows = connection.execute(query, names).fetchall()
+    return all(tries < MOST_TRIES - 1 or steps >= PROGRESS for tries, steps in rows)
 
 
 def kill(server: Server, kind: str) -> bool:

@@ -14,6 +14,7 @@ from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
+from forked_commands import Command
 from small_jobs import write_rows
 from sqlalchemy import select
 
@@ -33,15 +34,20 @@ class Server:
 
     Args:
         save_s, lease_s: as the options of these names.
+        forks: socket of a process that forks it and its workers; empty: they are new processes.
 
     Attributes:
         keys: owner → key.
         more: further options.
     """
 
-    def __init__(self, home: Path, base: Path, *, save_s: float = 0.5, lease_s: float = 60.0, more: Sequence[str] = ()):
+    def __init__(
+        self, home: Path, base: Path, *, save_s: float = 0.5, lease_s: float = 60.0, more: Sequence[str] = (),
+        forks: str = "",
+    ):  # fmt: skip
+        self._forks = forks
         self.home, self._base, self._save_s, self._lease_s, self.more = home, base, save_s, lease_s, more
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen | Command | None = None
         home.mkdir()
         with self.database().write() as connection:
             self.keys = {owner: add_key(connection, owner)[1] for owner in OWNERS}
@@ -59,12 +65,17 @@ class Server:
         options = ["--home", str(self.home), "--base", f"tiny={self._base}", "--places", "4:3", "--port", "0"]
         options += ["--save-s", str(self._save_s), "--lease-s", str(self._lease_s)]
         options += ["--reproducible", *SETTINGS, *self.more]
+        env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         with (self.home / "server.txt").open("ab") as log:
+            if self._forks:
+                words = ["-m", "campaigns.serve_forked", self._forks, *options]
+                self._process = Command(words, env, log=log.fileno(), server=self._forks)
+                return
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lorafusion_jax", "serve", *options],
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+                env=env,
             )
 
     @property

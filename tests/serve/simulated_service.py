@@ -44,13 +44,13 @@ class Service:
         self.controller = Controller(self.settings, self.db, scheduler=self.scheduler, launcher=SimulatedLauncher())
         self.controller.start()
 
-    def submit(self, name: str, base: str, steps: int = 30, rank: int = 4) -> str:
+    def submit(self, name: str, base: str, steps: int = 30, rank: int = 4, owner: str = "ana") -> str:
         spec = {
             "name": name, "base": base, "data": {"train": ID}, "lora": {"rank": rank}, "optim": {}, "objective": {},
             "batch": {"global_samples": 4}, "steps": steps, "epochs": 1, "seed": 0, "weight": 1.0,
         }  # fmt: skip
         with self.db.write() as connection:
-            job = self.jobs.submit(connection, "ana", spec)["id"]
+            job = self.jobs.submit(connection, owner, spec)["id"]
             self.jobs.change(
                 connection, job, "accept", actor="test", rank=rank, steps=steps, lengths=[60, 20, 90], tokens=1000
             )

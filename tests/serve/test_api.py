@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from sqlalchemy import select
 
 import lorafusion_jax.serve
 from lorafusion_jax.adapters.kind import Leaf
@@ -87,10 +88,17 @@ def test_an_administrator_limits_what_a_key_asks_for(running, job, tmp_path):
     assert waits["why"]
     assert waits["expected_start"] is None
     assert (shown["priority"], made.set_priority(-100)["priority"]) == (5, -100)
+    assert made.set_priority(4)["priority"] == 4
     assert made.set_deadline(4e9)["deadline"] == 4e9
     assert refused(lambda: made.set_priority(6)).problems[0]["code"] == "job.over-limit"
     with running.service.db.write() as connection:
-        k.set_limits(connection, name, k.Limits(bytes=0))
+        k.set_limits(connection, name, k.Limits(bytes=0, priority=-100, weight=0.5))
+    shown = made.show()
+    assert (shown["priority"], shown["weight"]) == (-100, 0.5)  # what it had before is no right
+    changed = ({"priority": -100, "weight": 0.5}, "changed")
+    with running.db.read() as connection:  # by which the controller sees it
+        query = select(t.events.c.data, t.events.c.kind).where(t.events.c.job == made.id)
+        assert connection.execute(query.order_by(t.events.c.seq.desc())).first() == changed
     status, _ = raw(running.url, "POST", "/v1/datasets?name=a.jsonl", b"{}", Authorization=f"Bearer {key}")
     assert status == 403
     made.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sqlite3
@@ -15,6 +16,7 @@ import pytest
 from local_service import start_service
 from simulated_service import Service, wait_for
 from sqlalchemy import select
+from test_api import raw
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.digests import digest_of, write_digests
@@ -152,6 +154,39 @@ def test_a_home_with_another_name_keeps_everything(home, tiny_base, monkeypatch,
             row = Jobs(running.db).get(connection, home.paused)
         assert (running.settings.path(row["state_path"]) / "SHA256SUMS").is_file()
         assert running.settings.home == folder.resolve()
+    finally:
+        end()
+
+
+def test_a_home_that_is_exchanged_while_it_serves_is_refused_until_it_is_back(home, tiny_base, tmp_path):
+    """Moved away, another one in its place, another database in it. A link to it may lead elsewhere meanwhile."""
+    named, before, copy = link(home), home.files(home.folder), tmp_path / "copy" / "service.db"
+    (tmp_path / "empty").mkdir()
+    aside, database = tmp_path / "aside", home.folder / "service.db"
+    assert run(["backup", str(copy), "--home", str(home.folder)]) == 0
+    running, end = start_service(named, tiny_base, owners=("ana",))
+    try:
+        named.unlink()
+        named.symlink_to(tmp_path / "empty")
+        ana = running.client("ana")
+        for way in ("moved", "exchanged", "replaced"):
+            (database if way == "replaced" else home.folder).rename(aside)
+            if way == "exchanged":
+                shutil.copytree(aside, home.folder, ignore=shutil.ignore_patterns("*.sock"))
+            if way == "replaced":
+                shutil.copyfile(copy, database)
+            for method, path in (("GET", "/v1/jobs"), ("POST", f"/v1/jobs/{home.paused}/continue")):
+                status, answer = raw(running.url, method, path, x_api_key=running.keys["ana"])
+                assert (status, json.loads(answer)["error"]["code"]) == (503, "store.replaced")
+            wait_for(lambda: "is not the file any more" in running.service.controller.not_ready)
+            if way == "exchanged":
+                assert home.files(home.folder) == before
+                shutil.rmtree(home.folder)
+            aside.rename(database if way == "replaced" else home.folder)
+            assert ana.job(home.paused).show()["state"] == "paused"
+        assert ana.job(home.done).adapter(tmp_path / "downloaded").is_dir()
+        assert home.files(home.folder) == before
+        assert not any((tmp_path / "empty").iterdir())
     finally:
         end()
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
+from simulated_service import Service, wait_for
+from sqlalchemy import func, select
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.serve.control.pace import Pace
 from lorafusion_jax.serve.control.scheduler import OneSession
 from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.keys import Limits, add_key, limits_of, set_limits, user_limits
 
 PLACES = 4
@@ -18,9 +21,9 @@ PLACES = 4
 class Session:
     """A session whose jobs train a second a second, and leave their places at once."""
 
-    def __init__(self, tmp_path, places=None, limits=None):
+    def __init__(self, tmp_path, places=None, limits=None, **more):
         self.now, self.numbers, self.rows, self.ended = 0.0, count(), [], {}
-        settings = Settings(home=tmp_path, bases={"tiny": tmp_path}, places=places or {16: PLACES})
+        settings = Settings(home=tmp_path, bases={"tiny": tmp_path}, places=places or {16: PLACES}, **more)
         self.scheduler, self.limits = OneSession(settings, clock=lambda: self.now), limits or {}
         self.left: dict[str, int] = {}
         self.starts: dict[str, list[float]] = {}
@@ -73,6 +76,40 @@ def test_a_flood_leaves_another_user_an_equal_share(tmp_path, seconds):
     assert max(session.ended[name] for name in jobs) - began <= 1.15 * 2 * 600
     assert session.held("bob") == 0
     assert max(map(len, session.starts.values())) <= 3
+
+
+def test_a_live_service_shares_as_the_simulated_one(tmp_path, tiny_base):
+    """Ann has 1000 jobs and bob four. His end is counted in steps of all places, so that no load changes it."""
+    steps, equal = 50, 2 * 50  # alone on half of the places
+    simulated = Session(tmp_path / "simulated", yield_s=5.0)
+    for _ in range(1000):
+        simulated.submit("ann", steps)
+    simulated.run(20, 2)
+    began, jobs = simulated.now, [simulated.submit("bob", steps) for _ in range(4)]
+    simulated.run(2 * equal, 2)
+    expected = (max(simulated.ended[name] for name in jobs) - began) / equal
+    service = Service(tmp_path / "live", tiny_base, None, places={4: PLACES}, yield_s=0.05)
+    try:
+        first = service.submit("flood", "red", steps, owner="ann")
+        with service.db.write() as connection:
+            row = service.jobs.get(connection, first) | {"state": "queued", "place": None, "group": None, "epoch": 0}
+            rows = [row | {"id": f"job-{number:012x}"} for number in range(999)]
+            connection.execute(t.jobs.insert(), rows)
+            event = {"kind": "changed", "owner": "ann", "at": 0.0, "data": {}}
+            connection.execute(t.events.insert(), [event | {"job": row["id"]} for row in rows])
+
+        def trained() -> int:
+            with service.db.read() as connection:
+                return connection.scalar(select(func.sum(t.jobs.c.step))) or 0
+
+        wait_for(lambda: trained() >= PLACES)
+        before, jobs = trained(), [service.submit("law", "red", steps, owner="bob") for _ in range(4)]
+        wait_for(lambda: all(service.show(job)["step"] == steps for job in jobs))
+        live = (trained() - before) / PLACES / equal
+    finally:
+        service.close()
+    assert max(expected, live) <= 1.5
+    assert live == pytest.approx(expected, rel=0.15)
 
 
 def test_several_floods_leave_a_small_user_a_share(tmp_path):

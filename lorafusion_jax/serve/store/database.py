@@ -59,6 +59,7 @@ class Database:
         self._glances = _engine(file, GLANCE_S, poolclass=StaticPool)
         with _naming_damage(file):
             version = self._version()
+        self._identity = _identity(file)
         if version is not None and version != t.VERSION and other_version != "read":
             self._check_version(version, other_version)
             self.copy(file.with_name(f"{file.stem}.version-{version}{file.suffix}"))
@@ -70,12 +71,14 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A consistent view."""
+        self._check_same()
         with _reporting(), self._engine.connect() as connection, connection.begin():
             yield connection
 
     @contextmanager
     def glance(self) -> Iterator[Connection]:
         """A view for a row or two, on a connection of its own: it waits for no other reader and no writer."""
+        self._check_same()
         with self._glancing, _reporting(), self._glances.connect() as connection, connection.begin():
             yield connection
 
@@ -84,8 +87,10 @@ class Database:
         """One transaction, on the disk when the block ends; nothing of it if the block raises.
 
         Raises:
-            StoreError: `store.busy`, another process holds the file, or others wait for it to be written.
+            StoreError: `store.busy`, another process holds the file, or others wait for it to be written;
+                `store.replaced`.
         """
+        self._check_same()
         until = time.monotonic() + BUSY_S
         if not self._writing.acquire(timeout=BUSY_S):
             raise StoreError("store.busy", "the database cannot be used now.", why=WAITED, fix="try again")
@@ -114,8 +119,9 @@ class Database:
         """Writes a whole and consistent copy, while others read and write.
 
         Raises:
-            StoreError: `store.no-space`, `store.failed`; an older copy of this name stays.
+            StoreError: `store.no-space`, `store.failed`, `store.replaced`; an older copy of this name stays.
         """
+        self._check_same()
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f".{file.name}{PART}")
         part.unlink(missing_ok=True)
@@ -133,6 +139,20 @@ class Database:
         finally:
             part.unlink(missing_ok=True)
         sync(file.parent)
+
+    def _check_same(self) -> None:
+        """Refuses to work once another file is at the path of the open one: connections would mix the two.
+
+        Raises:
+            StoreError: `store.replaced`.
+        """
+        if _identity(self.file) != self._identity:
+            raise StoreError(
+                "store.replaced",
+                f"{self.file} is not the file any more that this process has opened.",
+                why="its folder was moved or exchanged, or the file replaced, while the service runs",
+                fix="put it back, or stop the service and start it on the home that it shall have",
+            )
 
     def close(self) -> None:
         self._engine.dispose()
@@ -174,6 +194,15 @@ class Database:
             if is_known
             else "start the version of lorafusion-jax that wrote it",
         )
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Which file is at a path; None: there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _wait_until(connection: Connection, until: float) -> None:

@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, or_, select
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.files import sync
+from lorafusion_jax.serve.states import LIVE
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import StoreError
 
@@ -136,14 +137,29 @@ def add_key(
 
 
 def set_limits(connection: Connection, name: str, limits: Limits) -> bool:
-    """Sets the limits of a key; returns whether it exists.
+    """Sets the limits of a key; returns whether it exists. Live jobs of its owner have to keep to them, too.
 
     Raises:
         ConfigError: `keys.limit`.
     """
     limits.check()
-    values = {"limits": limits.set_ones}
-    return bool(connection.execute(t.keys.update().where(t.keys.c.id == name).values(values)).rowcount)
+    changed = connection.execute(t.keys.update().where(t.keys.c.id == name).values(limits=limits.set_ones)).rowcount
+    _lower_jobs(connection, name)
+    return bool(changed)
+
+
+def _lower_jobs(connection: Connection, key: str) -> None:
+    """Lowers priorities and weights of the live jobs of a key's owner to the largest that the owner may give."""
+    owner = connection.scalar(select(t.keys.c.owner).where(t.keys.c.id == key))
+    limits = limits_of(connection, owner or "")
+    most = {"priority": limits.priority, "weight": limits.weight}
+    above = or_(*(t.jobs.c[name] > value for name, value in most.items()))
+    query = select(t.jobs.c.id, t.jobs.c.priority, t.jobs.c.weight).where(t.jobs.c.owner == owner, above)
+    for job in connection.execute(query.where(t.jobs.c.state.in_(LIVE))).mappings().all():
+        values = {name: min(job[name], value) for name, value in most.items()}
+        connection.execute(t.jobs.update().where(t.jobs.c.id == job["id"]).values(values))
+        row = {"kind": "changed", "owner": owner, "job": job["id"], "at": time.time(), "data": values}
+        connection.execute(t.events.insert().values(row))
 
 
 def user_limits(connection: Connection) -> dict[str, Limits]:
@@ -244,6 +260,7 @@ def revoke_key(connection: Connection, name: str) -> bool:
     _log(connection, name, "revoked")
     connection.execute(t.keys.update().where(t.keys.c.id == name).values(revoked=True))
     connection.execute(delete(t.page_sessions).where(t.page_sessions.c.key == name))
+    _lower_jobs(connection, name)
     return True
 
 
