@@ -25,7 +25,8 @@ def serve() -> None:
     def fork(words: list[str], *, stdout: IO[bytes], **_: Any) -> Command:
         return Command(words[1:], os.environ, log=stdout.fileno(), server=server)
 
-    vars(launch)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": fork})
+    with_forks = SimpleNamespace(**vars(subprocess) | {"Popen": fork})
+    launch.subprocess = with_forks  # pyright: ignore[reportAttributeAccessIssue]
     sys.argv.insert(1, "serve")
     main()
 
