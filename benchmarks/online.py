@@ -48,7 +48,6 @@ from scheduling.online.state import after
 RESULTS = Path(__file__).parent / "results" / "online_2026-11-29"
 PARTS = ("small", "held-out", "large", "queue", "throughput", "ideas", "claims", "rates", "speed")
 OTHERS = ("elastic-srtf", "srtf", "backfill")
-DESIGN = "columns"  # of decisions that are timed; rows of earlier ones are kept
 WITHOUT = {
     "without grouping": {"grouping": False},
     "without elasticity": {"elasticity": False},
@@ -281,8 +280,7 @@ def main() -> None:
     if "rates" in asked.parts:
         write_csv("rates.csv", [*compare_rates(), *compare_rates(unseen=True)])
     if "speed" in asked.parts:
-        kept = [row for row in read_csv("decision.csv") if row["design"] != DESIGN]
-        write_csv("decision.csv", [*kept, {"design": DESIGN} | time_decision()])
+        write_csv("decision.csv", [time_decision()])
     wanted = [task for part in asked.parts for task in tasks(part, asked.seeds)]
     if asked.only:
         wanted = [task._replace(policies=tuple(p for p in task.policies if p in asked.only)) for task in wanted]

@@ -21,7 +21,6 @@ from benchmarks.online_report import (
     online_held_out,
     online_ideas,
     online_large,
-    online_mutants,
     online_queue,
     online_rates,
     online_targets,
@@ -470,7 +469,7 @@ TABLES: dict[str, Callable[[], str]] = {
         layers, siblings, ops, slower, moved, training, sharded, ratios, workloads, idle, batch_sizes, scaling, planner,
         pipelines, quantised_bases, peers_in_short, peers, peers_compiled, sizes, flax_model, adapter_counts,
         quantised_loss, quantised_depth, online_targets, online_claims, online_held_out, online_large, online_queue,
-        online_ideas, online_throughput, online_rates, online_decision, online_mutants, long_samples,
+        online_ideas, online_throughput, online_rates, online_decision, long_samples,
         longer_samples, parity, joint_alone, tensor, plan_floors, pipeline_claims,
     )
 }  # fmt: skip

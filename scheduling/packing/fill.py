@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from scheduling.packing.budget import Budget
-from scheduling.packing.problem import Microbatch, Problem, bits
+from scheduling.packing.problem import Microbatch, Problem, bit_array, bits
 
 # Subset sums of sample lengths as one big integer: bit n is set if some subset has n tokens.
 
@@ -20,15 +20,12 @@ def fullest(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
     Returns:
         (mask of the subset, its tokens).
     """
-    pending = bits(mask & low_bits(bisect_right(tokens, room)))
+    fitting = mask & low_bits(bisect_right(tokens, room))
     chosen, total = 0, 0
-    while len(pending) > EXACT and tokens[pending[-1]] * 4 <= room - total:
-        bit = pending.pop()  # many samples: take long ones first, then search exactly
-        chosen, total = chosen | 1 << bit, total + tokens[bit]
-        room_left = room - total
-        while pending and tokens[pending[-1]] > room_left:
-            pending.pop()
-    more, best = _exact([(bit, tokens[bit]) for bit in _spread(pending)], room - total)
+    while fitting.bit_count() > EXACT and tokens[bit := fitting.bit_length() - 1] * 4 <= room - total:
+        chosen, total = chosen | 1 << bit, total + tokens[bit]  # many samples: long ones first, then an exact search
+        fitting = (fitting ^ 1 << bit) & low_bits(bisect_right(tokens, room - total))
+    more, best = _exact([(bit, tokens[bit]) for bit in _spread(fitting)], room - total)
     return chosen | more, total + best
 
 
@@ -45,12 +42,12 @@ def first_fit(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
     return chosen, total
 
 
-def _spread(pending: list[int]) -> list[int]:
+def _spread(mask: int) -> list[int]:
     """At most EXACT samples, evenly spaced from short to long, including the longest."""
-    if len(pending) <= EXACT:
-        return pending
-    step = (len(pending) - 1) / (EXACT - 1)
-    return [pending[round(i * step)] for i in range(EXACT)]
+    if (count := mask.bit_count()) <= EXACT:
+        return bits(mask)
+    step, samples = (count - 1) / (EXACT - 1), bits(mask) if count < SAMPLES else bit_array(mask)
+    return [int(samples[round(i * step)]) for i in range(EXACT)]
 
 
 def _exact(pending: list[tuple[int, int]], room: int) -> tuple[int, int]:
@@ -92,9 +89,9 @@ def longest_first(problem: Problem) -> Choose:
 
     def choose(job: int, batch: int, mask: int, room: int) -> tuple[int, int]:
         tokens = problem.batches[job][batch].tokens
-        longest = next((bit for bit in reversed(bits(mask)) if tokens[bit] <= room), None)
-        if longest is None:
+        if not (fitting := mask & low_bits(bisect_right(tokens, room))):
             return 0, 0
+        longest = fitting.bit_length() - 1
         others, total = fullest(tokens, mask & ((1 << longest) - 1), room - tokens[longest])
         return others | 1 << longest, total + tokens[longest]
 

@@ -11,7 +11,8 @@ import numpy as np
 from scheduling.plan import Plan
 from scheduling.types import AdapterJob, Limits, SampleRef, Slot
 
-MANY = 1 << 512  # masks above it are read by numpy
+MANY = 1 << 512  # masks above it are read by numpy, ...
+FEW = 16  # ... but for so few bits, which are found one by one
 Part = tuple[int, int, int]  # (job, batch, bit mask over the batch's samples in ascending order of length)
 Microbatch = tuple[Part, ...]
 Filling = list[tuple[Microbatch, ...]]  # per slot, per replica
@@ -185,5 +186,16 @@ def bits(mask: int) -> list[int]:
     """Indices of the set bits, ascending."""
     if mask < MANY:
         return [index for index, digit in enumerate(bin(mask)[:1:-1]) if digit == "1"]
+    if mask.bit_count() <= FEW:
+        highest: list[int] = []
+        while mask:
+            highest.append(mask.bit_length() - 1)
+            mask ^= 1 << highest[-1]
+        return highest[::-1]
+    return bit_array(mask).tolist()
+
+
+def bit_array(mask: int) -> np.ndarray:
+    """Indices of the set bits, ascending."""
     digits = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
-    return np.flatnonzero(np.unpackbits(digits, bitorder="little")).tolist()
+    return np.flatnonzero(np.unpackbits(digits, bitorder="little"))
