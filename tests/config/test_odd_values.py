@@ -113,7 +113,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "optim.options": ({},),
     "objective.reference": (None,),
     "rollout.prompts": (None,),  # of an adapter without rewards, keys have their defaults
-    "rollout.reward": (None,),
+    "rollout.reward": (None, []),
     "rollout.temperature": (1,),
     "rollout.stop": ([],),
     "rollout.tool": (None,),
