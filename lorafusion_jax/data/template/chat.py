@@ -239,22 +239,38 @@ def _calls(messages: Sequence[dict]) -> list[dict]:
 def end_of_turn(template: ChatTemplate, special: Sequence[str]) -> str | None:
     """Returns the special token with which the template ends an answer; None if it writes none.
 
+    Some templates write it behind the message, others leave it out after the last one.
+
     Args:
         special: texts of all special tokens.
     """
     try:
-        rendered = template.render_answers([ASKED, ANSWERED])
+        alone, header = template.render_answers([ASKED, ANSWERED]), template.render([ASKED], add_generation_prompt=True)
     except TemplateProblem:
         return None
-    answer = "".join(rendered.text[start:stop] for start, stop in rendered.answers).rstrip()
-    return max((token for token in special if token and answer.endswith(token)), key=len, default=None)
+    try:
+        followed = template.render_answers([ASKED, ANSWERED, ASKED])
+    except TemplateProblem:
+        followed = alone
+    answer, tail = _split_after_answers(alone)
+    tail = "" if tail and header.rstrip().endswith(tail) else tail  # written without being asked
+    for text in (answer, tail, _split_after_answers(followed)[0]):
+        if end := max((token for token in special if token and text.endswith(token)), key=len, default=None):
+            return end
+    return None
+
+
+def _split_after_answers(rendered: Rendered) -> tuple[str, str]:
+    """Returns the text through its last answer and the text behind it, without white space around the end."""
+    end = rendered.answers[-1][1] if rendered.answers else 0
+    return rendered.text[:end].rstrip(), rendered.text[end:].strip()
 
 
 @functools.cache
 def marker_after_answer(
     source: str, special_tokens: tuple[tuple[str, str], ...], stops: tuple[str, ...], calls: bool
 ) -> str | None:
-    """Returns the token at which generation stops that begins the turn after an answer; None if there is none.
+    """Returns the token at which generation stops that ends an answer or begins the next turn; None if there is none.
 
     Args:
         source, special_tokens: of the template.
@@ -270,8 +286,8 @@ def marker_after_answer(
             rendered = bare.render_answers(messages)
         except TemplateProblem:
             continue
-        tail = rendered.text[rendered.answers[-1][1] :].lstrip() if rendered.answers else ""
-        return next((stop for stop in stops if tail.startswith(stop)), None)
+        answer, tail = _split_after_answers(rendered)
+        return next((stop for stop in stops if answer.endswith(stop) or tail.startswith(stop)), None)
     return None
 
 

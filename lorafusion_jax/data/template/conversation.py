@@ -249,8 +249,8 @@ def end_answers(
             stop = len(text)
         unended += [turn] if end is None else []
         before = text[spans[0][0] : stop].rstrip()
-        while end and before.endswith(end):  # an answer may hold the end that the template adds
-            before = before.removesuffix(end).rstrip()
+        while closing := next((stop for stop in stops if before.endswith(stop)), None):  # some write several
+            before = before.removesuffix(closing).rstrip()
         early += [turn] if any(other in before for other in stops) else []
         answers += [*spans[:-1], (start, stop)]
     return replace(
