@@ -21,7 +21,7 @@ from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.objective.choose import choose, unknown_objective
 
-ROWS = (".jsonl", ".json", ".csv", ".parquet")
+ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 SECTIONS = (
     *("base", "data", "lora", "optim", "objective", "early_stop", "epochs", "seed"),
     *("batch", "mesh", "save", "train", "report"),

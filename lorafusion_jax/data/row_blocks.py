@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import hashlib
 import io
@@ -16,10 +15,10 @@ from lorafusion_jax.data.row_files import (
     arrow_batches,
     bad_csv,
     bad_parquet,
-    check_header,
     csv_options,
     decode,
     parse_jsonl,
+    read_header,
     table_rows,
 )
 from lorafusion_jax.data.rows import Rows
@@ -101,12 +100,13 @@ def _csv_blocks(name: str, path: Path) -> Iterator[Rows]:
 
     with open_unpacked(path, text=True) as file:
         line = decode(name, file.readline())
-        header = next(csv.reader(io.StringIO(line, newline="")), [])
-    check_header(name, header)
+    header, delimiter = read_header(name, line)
     first_row = 0
     with open_unpacked(path, text=True) as file:
         try:
-            with arrow_csv.open_csv(pa.PythonFile(file, mode="r"), **csv_options(header, BLOCK_BYTES)) as batches:
+            with arrow_csv.open_csv(
+                pa.PythonFile(file, mode="r"), **csv_options(header, delimiter, BLOCK_BYTES)
+            ) as batches:
                 for batch in batches:
                     yield Rows(source=name, values=batch.to_pylist(), first=first_row, untyped=True)
                     first_row += batch.num_rows

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SHOWN_WHY = 500  # characters of a library's reason
 ARROW_FILE = b"ARROW1"  # begins a file; a stream has no name
+DELIMITERS = (",", "\t", ";", "|")  # of tables
 HALF = "\\ud"  # how JSON begins half of a surrogate pair
 
 
@@ -33,8 +34,18 @@ def decode(name: str, content: bytes, first_line: int = 1) -> str:
             f"{name} is not UTF-8 text.",
             where=f"{name}, line {line}",
             why=f"byte 0x{content[problem.start]:02x} at offset {problem.start} cannot be decoded",
-            fix=f"iconv -f latin1 -t utf-8 {name} (or whatever the encoding is)",
+            fix=f"iconv -f latin1 -t utf-8 {name} > {in_utf8(name)} (or whatever the encoding is)",
         ) from None
+
+
+def in_utf8(name: str) -> str:
+    """The name of a converted file.
+
+    >>> in_utf8("data/law.jsonl")
+    'data/law-utf8.jsonl'
+    """
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}-utf8.{suffix}"
 
 
 def parse_jsonl(name: str, text: str, *, first_row: int = 0, first_line: int = 1) -> Rows:
@@ -202,43 +213,45 @@ def parse_csv(name: str, text: str) -> Rows:
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
-    try:
-        header = next(csv.reader(io.StringIO(text, newline="")), [])
-    except csv.Error as problem:
-        raise bad_csv(name, str(problem)) from None
-    check_header(name, header)
+    header, delimiter = read_header(name, text)
     data = text.encode()
     try:  # pyarrow rather than csv.DictReader: no process-wide limit on field size, and 20 times as fast
-        table = arrow_csv.read_csv(io.BytesIO(data), **csv_options(header, max(len(data), 1 << 20)))
+        table = arrow_csv.read_csv(io.BytesIO(data), **csv_options(header, delimiter, max(len(data), 1 << 20)))
     except pa.ArrowInvalid as problem:
         raise bad_csv(name, str(problem).splitlines()[0]) from None
     return Rows(source=name, values=table.to_pylist(), untyped=True)
 
 
-def check_header(name: str, header: Sequence[str]) -> None:
-    """Checks the names of the columns of a CSV table.
+def read_header(name: str, text: str) -> tuple[list[str], str]:
+    """Reads the names of the columns of a CSV table, and what is between its cells: the first sign that splits them.
 
     Raises:
         DataError: data.bad-table.
+
+    >>> read_header("x.csv", "prompt;completion\\nyes, or no?;no"), read_header("x.csv", "text\\na;b")
+    ((['prompt', 'completion'], ';'), (['text'], ','))
     """
-    where = f"{name}, line 1"
+    header, delimiter = [], DELIMITERS[0]
+    try:
+        for sign in DELIMITERS:
+            names = next(csv.reader(io.StringIO(text, newline=""), delimiter=sign), [])
+            if len(header) < 2 and len(names) > len(header):
+                header, delimiter = names, sign
+    except csv.Error as problem:
+        raise bad_csv(name, str(problem)) from None
     if len(set(header)) != len(header):
-        raise DataError("data.bad-table", f"{name} names a column twice.", where=where)
-    separator = next((sign for sign in (";", "\t", "|") if len(header) == 1 and sign in header[0]), None)
-    if separator is not None:
-        why = f"its header has {separator!r} and no comma: {header[0][:SHOWN_WHY]!r}"
-        fix = "commas between cells"
-        raise DataError("data.bad-table", f"{name} is no table with commas.", where=where, why=why, fix=fix)
+        raise DataError("data.bad-table", f"{name} names a column twice.", where=f"{name}, line 1")
+    return header, delimiter
 
 
-def csv_options(header: Sequence[str], block_bytes: int) -> dict[str, Any]:
+def csv_options(header: Sequence[str], delimiter: str, block_bytes: int) -> dict[str, Any]:
     """Options of pyarrow's readers: every cell is a text."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
     return {
         "read_options": arrow_csv.ReadOptions(use_threads=False, block_size=block_bytes),
-        "parse_options": arrow_csv.ParseOptions(newlines_in_values=True),
+        "parse_options": arrow_csv.ParseOptions(newlines_in_values=True, delimiter=delimiter),
         "convert_options": arrow_csv.ConvertOptions(
             column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False
         ),

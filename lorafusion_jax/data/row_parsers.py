@@ -8,7 +8,7 @@ from typing import Any
 
 from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.messages import BadRow, checked_text, parse_message, parse_messages, says_something
-from lorafusion_jax.data.rows import type_name
+from lorafusion_jax.data.rows import messages_or_text, type_name
 from lorafusion_jax.data.template.chat import RESERVED_NAMES
 from lorafusion_jax.objective.pairs import split_conversation
 
@@ -48,8 +48,10 @@ def _text(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
 def _chat(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
     column = columns.get("messages") or columns["conversations"]
     listed = row.get(column)
+    if isinstance(listed, str):  # what pandas writes
+        listed = messages_or_text(listed)
     if not isinstance(listed, list):
-        wanted = "a list of messages" + (", which is JSON in a CSV file" if isinstance(listed, str) else "")
+        wanted = "a list of messages" + (" as JSON" if isinstance(listed, str) else "")
         raise BadRow("data.bad-type", f"'{column}' is {type_name(listed)}, not {wanted}")
     return _conversation(row, columns, need_answer, [], listed)
 

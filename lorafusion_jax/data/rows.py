@@ -130,7 +130,7 @@ def typed_row(row: Mapping[str, Any], types: Mapping[str, CellType]) -> dict[str
 
 def _read_cell(name: str, text: str, kind: CellType) -> Any:
     if kind == "messages":
-        return _messages_or_text(text)
+        return messages_or_text(text)
     try:
         if kind == "flag":
             return FLAGS[text.strip().lower()]
@@ -142,7 +142,7 @@ def _read_cell(name: str, text: str, kind: CellType) -> Any:
         raise ValueError(f"its {name} is {text[:SHOWN_TEXT]!r}, not {wanted}") from None
 
 
-def _messages_or_text(text: str) -> list | dict | str:
+def messages_or_text(text: str) -> list | dict | str:
     """Returns the messages, or the message, that a text holds as JSON; another text as it is."""
     try:
         value = json.loads(text) if text.lstrip()[:1] in ("[", "{") else None

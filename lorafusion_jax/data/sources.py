@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import difflib
 import glob
@@ -27,6 +28,7 @@ from lorafusion_jax.data.row_blocks import (
 )
 from lorafusion_jax.data.row_files import (
     decode,
+    in_utf8,
     parse_arrow,
     parse_csv,
     parse_json,
@@ -45,8 +47,15 @@ KINDS = {
     ".ndjson": "jsonl",
     ".json": "json",
     ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
+}
+OTHER_KINDS = {  # suffix → how to make rows of such files
+    ".txt": "jq -cR '{text: .}' FILE > rows.jsonl   makes a row of each line",
+    ".md": "jq -cRs '{text: .}' FILE > rows.jsonl   makes one row of the file",
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as .csv, in UTF-8"),
+    **dict.fromkeys((".yaml", ".yml"), "the rows as a .json list or a .jsonl file"),
 }
 BINARY = ("parquet", "arrow")
 PROBLEMS = (OSError, EOFError, zlib.error)
@@ -76,11 +85,12 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     path = find_file(source, base_dir)
     kind = kind_of(path)
     if kind is None:
+        fix = "one of " + " ".join(KINDS) + ", with or without .gz or .zst, or hf:org/set[:split]"
         raise DataError(
             "data.unknown-kind",
             f"{source} has no known data file suffix.",
             where=str(path),
-            fix="one of " + " ".join(KINDS) + ", with or without .gz or .zst, or hf:org/set[:split]",
+            fix=OTHER_KINDS.get(path.suffix.lower(), fix).replace("FILE", source),
         )
     unsplit = kind in BINARY and packing_of(path)  # it begins at its end
     try:
@@ -179,8 +189,24 @@ def kind_of(path: Path) -> str | None:
 
 
 def _unreadable(source: str, path: Path, problem: Exception) -> DataError:
-    why = str(problem).partition("\n")[0]
-    return DataError("data.unreadable", f"{source} cannot be read.", where=str(path), why=why)
+    why, fix = str(problem).partition("\n")[0], ""
+    if (name := _utf_16(path)) is not None:
+        why, fix = f"it is text in {name.upper()}", f"iconv -f {name} -t utf-8 {source} > {in_utf8(source)}"
+    return DataError("data.unreadable", f"{source} cannot be read.", where=str(path), why=why, fix=fix)
+
+
+def _utf_16(path: Path) -> str | None:
+    """The encoding of a text that UTF-16 begins with a sign of its own or, as every format of rows does, ASCII."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except OSError:
+        return None
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    if len(start) == 4 and (0 in start[::2]) != (0 in start[1::2]):
+        return "utf-16be" if start[0] == 0 else "utf-16le"
+    return None
 
 
 def find_file(source: str, base_dir: Path) -> Path:

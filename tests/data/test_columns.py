@@ -1,6 +1,7 @@
 """Columns and keys of messages: each is used, refused by name, or named in a note."""
 
 import csv
+import dataclasses
 import json
 
 import numpy as np
@@ -13,6 +14,7 @@ from template_cases import WEATHER
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples, load_tokenizer
 from lorafusion_jax.data.prompts import prompt_tokens
+from lorafusion_jax.data.sources import open_source, read_rows, row_blocks
 from lorafusion_jax.errors import DataError, ErrorList
 from lorafusion_jax.objective.choose import choose
 
@@ -468,10 +470,48 @@ def test_cells_of_csv_hold_lists_as_json(row, load, tmp_path, tokenizer):
     assert learned(samples, tokenizer) == learned(expected, tokenizer)
 
 
+@pytest.mark.parametrize("sign", [";", "\t", "|"])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_tables_with_other_signs_between_cells(sign, blocks, tmp_path):
+    (tmp_path / "rows.csv").write_text(f'prompt{sign}completion\nyes, or "no"?{sign}"no{sign} maybe"\n')
+    raw = open_source("rows.csv", tmp_path)
+    raw = dataclasses.replace(raw, content=None) if blocks else raw
+    assert [row for rows in row_blocks(raw) for row in rows.values] == [
+        {"prompt": 'yes, or "no"?', "completion": f"no{sign} maybe"}
+    ]
+
+
+@pytest.mark.parametrize("form", ["messages", "conversations"])
+def test_messages_as_a_text(load, tokenizer, form):
+    samples = load([{form: json.dumps(FORMS[form][form])}])
+    assert text_of(samples, tokenizer) == text_of(load([FORMS[form]]), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fix"),
+    [
+        ("x.txt", b"one", "jq -cR '{text: .}' x.txt > rows.jsonl"),
+        ("x.xlsx", b"PK", "save the sheet as .csv"),
+        ("x.csv", "prompt,completion".encode("utf-16"), "iconv -f utf-16 -t utf-8 x.csv > x-utf8.csv"),
+        (
+            "x.jsonl",
+            b'{"prompt": "a"}'.decode().encode("utf-16-be"),
+            "iconv -f utf-16be -t utf-8 x.jsonl > x-utf8.jsonl",
+        ),
+        ("x.jsonl", '{"prompt": "ä"}'.encode("latin1"), "iconv -f latin1 -t utf-8 x.jsonl > x-utf8.jsonl"),
+    ],
+)
+def test_files_that_are_no_rows_say_how_to_make_them(name, content, fix, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_rows(name, tmp_path)
+    assert fix in caught.value.fix
+
+
 @pytest.mark.parametrize(
     ("table", "code", "says"),
     [
-        ("messages\nhello\n", "data.bad-type", "'messages' is a text, not a list of messages, which is JSON in a CSV"),
+        ("messages\nhello\n", "data.bad-type", "'messages' is a text, not a list of messages as JSON"),
         ('messages\n"[{""role"": "\n', "data.bad-type", "'messages' is a text"),
         ("input_ids\n1 2 3\n", "data.bad-tokens", "its input_ids is '1 2 3', not a number or a JSON list"),
         ("input_ids\n5\n", "data.bad-tokens", "'input_ids' is not a list of whole numbers"),

@@ -108,8 +108,8 @@ def test_file_without_rows(tmp_path, name, text):
 
 
 def test_unknown_kind(tmp_path):
-    (tmp_path / "a.xlsx").write_text("x")
-    assert ".jsonl" in fails("data.unknown-kind", "a.xlsx", tmp_path).fix
+    (tmp_path / "a.rows").write_text("x")
+    assert ".jsonl" in fails("data.unknown-kind", "a.rows", tmp_path).fix
 
 
 def test_broken_json_names_its_line(tmp_path):
@@ -363,9 +363,3 @@ def test_a_list_in_jsonl_is_named(text, tmp_path):
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(DataError, match=r"rename it to rows\.json"):
         read_rows("rows.jsonl", tmp_path)
-
-
-def test_semicolons_are_named(tmp_path):
-    (tmp_path / "rows.csv").write_text("prompt;completion\na;b\n")
-    with pytest.raises(DataError, match="';' and no comma"):
-        read_rows("rows.csv", tmp_path)
