@@ -204,9 +204,10 @@ def _utf_16(path: Path) -> str | None:
         return None
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    if len(start) == 4 and (0 in start[::2]) != (0 in start[1::2]):
-        return "utf-16be" if start[0] == 0 else "utf-16le"
-    return None
+    zeros = [byte == 0 for byte in start]
+    if zeros == [False, True, False, True]:
+        return "utf-16le"
+    return "utf-16be" if zeros == [True, False, True, False] else None
 
 
 def find_file(source: str, base_dir: Path) -> Path:
