@@ -8,7 +8,7 @@ Nothing here imports jax. `docs/pages/extending.md` has an example of each; `doc
 from lorafusion_jax.adapters.kind import AdapterKind as AdapterKind
 from lorafusion_jax.adapters.kind import Leaf as Leaf
 from lorafusion_jax.config.data_sources import Source as Source
-from lorafusion_jax.families.table import Family as Family
+from lorafusion_jax.families.family import Family as Family
 from lorafusion_jax.objective import Objective as Objective
 from lorafusion_jax.objective import Sample as Sample
 from lorafusion_jax.objective import Segment as Segment

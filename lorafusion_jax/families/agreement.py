@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.hf_config import HARMLESS, shortened
-from lorafusion_jax.families.table import Family
 
 _SPELLINGS = (
     ("dtype", "torch_dtype"),

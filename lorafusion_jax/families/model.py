@@ -19,6 +19,7 @@ from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.families.attention import MODULE, Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.experts_rows import PREDICTORS
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Layer
@@ -32,7 +33,7 @@ from lorafusion_jax.families.per_layer_input import MIX, MIX_NORM, TABLE, PerLay
 from lorafusion_jax.families.read import translate
 from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.short_convolution import ShortConvolution
-from lorafusion_jax.families.table import PREDICTORS, family_named, known_models
+from lorafusion_jax.families.table import family_named, known_models
 from lorafusion_jax.families.write import config_json
 from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, WIDE_MLP, Half, Linear, saved_path
 from lorafusion_jax.readable import SETTINGS, read_text

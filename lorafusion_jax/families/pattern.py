@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lorafusion_jax.families.attention import Sharing
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.hf_config import HFConfig, shortened
 from lorafusion_jax.families.read_full_layers import check_full_layers, read_full_sizes, read_sharing
 from lorafusion_jax.families.read_rope import FULL, LAYER_TYPES, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
-from lorafusion_jax.families.table import Family
 
 _OLDER = {"attention": FULL, "mamba": LINEAR, "conv": LINEAR}  # spellings of published files
 DENSE, SPARSE = "dense", "sparse"  # of `mlp_layer_types`

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lorafusion_jax.families.agreement import contradictions, outside_text
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.hf_config import DROPOUTS, OFF, HFConfig, parse_part, shortened, unread_keys
 from lorafusion_jax.families.mlp import Activation
 from lorafusion_jax.families.multimodal import OF_ROOT, SHARED, TEXT, UNCAPPED, text_part
@@ -16,7 +17,7 @@ from lorafusion_jax.families.read_experts import read_experts
 from lorafusion_jax.families.read_mixers import read_delta_net, read_latent, read_mixer
 from lorafusion_jax.families.read_rope import read_ropes
 from lorafusion_jax.families.rope import Rope
-from lorafusion_jax.families.table import Family, family_named, find_families, known_models
+from lorafusion_jax.families.table import family_named, find_families, known_models
 
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _ACTIVATIONS: dict[str | None, Activation] = {

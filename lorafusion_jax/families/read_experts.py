@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.hf_config import HFConfig, shortened
 from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.parallel_experts import ParallelExperts
-from lorafusion_jax.families.table import Family
 from lorafusion_jax.layout.layer import BESIDE, BLOCK, SHARED_MLP
 
 SHARED_NAMES = ("input_linear", "output_linear")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorafusion_jax.families.attention import Sharing
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.hf_config import HFConfig, shortened
-from lorafusion_jax.families.table import Family
 
 SHARED = "num_kv_shared_layers"
 KEY = "global_head_dim"  # families that read it have such layers

@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 from lorafusion_jax.families.delta_net import DeltaNet
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.hf_config import HFConfig, shortened
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mamba import Mamba
 from lorafusion_jax.families.mlp import Activation
 from lorafusion_jax.families.short_convolution import ShortConvolution
-from lorafusion_jax.families.table import Family
 
 # The latent attention of a config.json.
 

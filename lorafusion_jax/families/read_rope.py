@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.hf_config import HFConfig, RopeValues, parse_part, shortened
 from lorafusion_jax.families.read_full_layers import read_full_sizes
 from lorafusion_jax.families.rope import Rope, RopeScaling
-from lorafusion_jax.families.table import Family
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 LAYER_TYPES = (FULL, SLIDING)

@@ -6,11 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.pattern import DENSE, SPARSE
 from lorafusion_jax.families.read_rope import FULL, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.short_convolution import ShortConvolution
-from lorafusion_jax.families.table import Family, family_named
+from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import PARALLEL
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2", "xielu": "xielu"}

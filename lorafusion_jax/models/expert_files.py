@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lorafusion_jax.families.experts import GATE_UP
-from lorafusion_jax.families.table import Family
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.layout.layer import EXPERTS, Linear
 from lorafusion_jax.models.checkpoint import Stored, read_slice
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from flax import nnx
 
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.families.table import Family, family_named
+from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.models.decoder import Decoder
 from lorafusion_jax.models.expert_files import Part, expert_parts

@@ -8,8 +8,9 @@ import pytest
 from test_saved_configs import DEFAULTS
 
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.multimodal import WRAPPERS
-from lorafusion_jax.families.table import FAMILIES, Family
+from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.models import ModelConfig
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

@@ -1,0 +1,313 @@
+"""Rows of families whose layers all have attention and an MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lorafusion_jax.families.experts import Router
+from lorafusion_jax.families.family import Family
+from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, PARALLEL, PER_LAYER, PER_LAYER_NAMES, WIDE_MLP
+
+_GEMMA = {
+    "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+_GEMMA_2 = _GEMMA | {
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None, "final_logit_softcapping": None,
+}  # fmt: skip
+_SANDWICH = {"norms": "sandwich", "norm_offset": 1.0, "embedding_scale": "sqrt"}
+_GEMMA_ACTIVATION = {
+    "keys": {"hidden_activation": "hidden_act"},
+    "known": ("hidden_act", "_sliding_window_pattern"),
+}
+# Gemma 4: heads of full layers have other widths, and their keys may be their values.
+_GEMMA_4: dict[str, Any] = {
+    "windows": 6, "scaled_layers": "full_attention", "keys": {"hidden_activation": "hidden_act"},
+    "fields": {
+        "norms": "sandwich", "embedding_scale": "sqrt", "qk_norm": True, "v_norm": True, "layer_scalar": True,
+        "attention_scale": 1.0,
+    },
+    "modules": {
+        f"{GLOBAL_ATTENTION}.{name}": f"self_attn.{name}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    },
+}  # fmt: skip
+_PER_LAYER = {  # layers with inputs of their own, and layers without keys, which may have a wider MLP
+    **{f"{WIDE_MLP}.{name}": f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    **{f"{PER_LAYER}.{name}": name for name in PER_LAYER_NAMES},
+    f"{PER_LAYER}.norm": "post_per_layer_input_norm",
+}  # fmt: skip
+_GEMMA_4_KEYS = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072, "tie_word_embeddings": True, "attention_bias": False, "sliding_window": 512,
+    "layer_types": None, "final_logit_softcapping": None, "attention_k_eq_v": False, "global_head_dim": 512,
+    "num_global_key_value_heads": None, "per_layer_config": None, "use_bidirectional_attention": None,
+    "num_kv_shared_layers": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+}  # fmt: skip
+_PARALLEL = {  # experts beside the MLP
+    "keys": _GEMMA_4["keys"] | {"num_experts": "num_experts", "top_k_experts": "num_experts_per_tok"},
+    "modules": _GEMMA_4["modules"] | {
+        f"{PARALLEL}.router": "router", f"{PARALLEL}.router.weight": "router.proj.weight",
+        f"{PARALLEL}.mlp_norm": "post_feedforward_layernorm_1", f"{PARALLEL}.input_norm": "pre_feedforward_layernorm_2",
+        f"{PARALLEL}.output_norm": "post_feedforward_layernorm_2",
+    } | _PER_LAYER,
+}  # fmt: skip
+_GEMMA_4_KNOWN = ("hidden_act",)
+SWITCHED = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+# Text parts of models of images: all three positions of a token are equal, so mrope is a plain rope.
+MROPE = ("mrope_section", "mrope_interleaved")
+_QWEN_2_VL: dict[str, Any] = {
+    "windows": "switched", "fields": {"qkv_bias": True}, "known_of_rope": MROPE,
+    "reads": {
+        "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+        "max_position_embeddings": 32768, **SWITCHED, "max_window_layers": 80,
+    },
+}  # fmt: skip
+QWEN_3_VL = {
+    "vocab_size": 151936, "head_dim": 128, "rope_theta": 5e5, "max_position_embeddings": 128000,
+    "attention_bias": False,
+}  # fmt: skip
+_UNGATED = {"mlp_gated": False, "mlp_names": ("up_proj", "down_proj")}
+_LAYER_NORMS = {"norm_kind": "layer", "norm_bias": True}
+# Keys of published files that transformers does not read either.
+_OF_HUNYUAN = (
+    "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_end_id", "im_newline_id",
+    "im_start_id", "mask_init_id", "norm_type", "num_experts", "org_vocab_size", "pad_id", "pool_type", "text_end_id",
+    "text_start_id", "use_qk_norm",
+)  # fmt: skip
+_MINISTRAL_3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+_APERTUS_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+
+DENSE: dict[str, Family] = {
+    "llama": Family(
+        architectures=("LlamaForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
+        model_types=("internlm3", "iquestcoder"),
+        reads={"attention_bias": False, "mlp_bias": False},
+    ),
+    "mistral": Family(
+        architectures=("MistralForCausalLM",), windows="all",
+        reads={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
+    "qwen2": Family(
+        architectures=("Qwen2ForCausalLM",), windows="switched", fields={"qkv_bias": True},
+        reads={"num_key_value_heads": 32, "max_position_embeddings": 32768, **SWITCHED},
+    ),
+    "qwen3": Family(
+        architectures=("Qwen3ForCausalLM",), windows="switched", fields={"qk_norm": True},
+        reads={
+            "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False,
+            **SWITCHED,
+        },
+    ),
+    "qwen2_vl_text": Family(architectures=("Qwen2VLTextModel",), **_QWEN_2_VL),
+    "qwen2_5_vl_text": Family(architectures=("Qwen2_5_VLTextModel",), **_QWEN_2_VL),
+    "qwen3_vl_text": Family(
+        architectures=("Qwen3VLTextModel",), fields={"qk_norm": True}, known_of_rope=MROPE,
+        reads=QWEN_3_VL | {
+            "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+        },
+    ),
+    "exaone4": Family(
+        architectures=("Exaone4ForCausalLM",), windows=4, rotated="windows, if any",
+        fields={"norms": "post", "qk_norm": True},
+        reads={
+            "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+            "sliding_window_pattern": 4, "layer_types": None,
+        },
+    ),
+    "hunyuan_v1_dense": Family(
+        architectures=("HunYuanDenseV1ForCausalLM",), fields={"qk_norm": True, "turned_norm": True},
+        reads={"attention_bias": False, "rms_norm_eps": 1e-5},
+        known=_OF_HUNYUAN,
+        known_of_rope=("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        modules={"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
+    ),
+    "ernie4_5": Family(
+        architectures=("Ernie4_5ForCausalLM",), rope={"interleaved": True},
+        reads={
+            "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072, "tie_word_embeddings": True, "rope_theta": 5e5, "use_bias": False,
+        },
+    ),
+    "glm4": Family(
+        architectures=("Glm4ForCausalLM",), rope={"interleaved": True},
+        fields={"norms": "sandwich", "fused": "mlp", "o_bias": False},
+        reads={
+            "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
+            "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
+            "max_position_embeddings": 131072, "attention_bias": True, "partial_rotary_factor": 0.5,
+        },
+        modules={
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+    ),
+    "arcee": Family(
+        architectures=("ArceeForCausalLM",), fields=_UNGATED,
+        reads={
+            "vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 18432, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            "attention_bias": False, "mlp_bias": False,
+        },
+    ),
+    "apertus": Family(
+        architectures=("ApertusForCausalLM",), fields=_UNGATED | {"qk_norm": True},
+        reads={
+            "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
+            "attention_bias": False, "rope_theta": 1.2e7, "rope_parameters": _APERTUS_ROPE,
+        },
+        known=("post_norm", "qk_norm"),
+        modules={
+            "input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm",
+        },
+    ),
+    "starcoder2": Family(
+        architectures=("Starcoder2ForCausalLM",), windows="all",
+        fields=_LAYER_NORMS | {"mlp_gated": False, "mlp_names": ("c_fc", "c_proj")},
+        keys={"norm_epsilon": "rms_norm_eps"},
+        reads={
+            "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+            "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None, "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        known=(
+            "activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "mlp_type", "norm_type",
+            "scale_attention_softmax_in_fp32", "scale_attn_weights",
+        ),
+    ),
+    "cohere2": Family(
+        architectures=("Cohere2ForCausalLM",), windows=4, rotated="windows", rope={"interleaved": True},
+        fields={"norms": "parallel", "norm_kind": "layer"}, keys={"layer_norm_eps": "rms_norm_eps"},
+        reads={
+            "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40,
+            "num_attention_heads": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "logit_scale": 0.0625,
+            "attention_bias": False, "sliding_window": 4096, "sliding_window_pattern": None, "layer_types": None,
+            "tie_word_embeddings": True,
+        },
+        known=(
+            "layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct",
+            "use_embedding_sharing", "use_gated_activation", "use_parallel_block",
+        ),
+    ),
+    "stablelm": Family(
+        architectures=("StableLmForCausalLM",), fields=_LAYER_NORMS,
+        keys={"layer_norm_eps": "rms_norm_eps", "use_qkv_bias": "qkv_bias"},
+        reads={
+            "vocab_size": 50304, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5, "qkv_bias": False, "use_parallel_residual": False, "partial_rotary_factor": 0.25,
+        },
+        known=("rotary_scaling_factor",),
+    ),
+    "ministral": Family(
+        architectures=("MinistralForCausalLM",), windows="all",
+        reads={
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096, "layer_types": None,
+        },
+    ),
+    "ministral3": Family(
+        architectures=("Ministral3ForCausalLM",), windows="all",
+        reads={
+            "num_key_value_heads": 8,
+            "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "sliding_window": None,
+            "llama_4_scaling_beta": None, "rope_parameters": _MINISTRAL_3_ROPE,
+        },
+    ),
+    "gemma": Family(
+        architectures=("GemmaForCausalLM",), reads=_GEMMA | {"num_key_value_heads": 16}, known=("hidden_activation",),
+        meant={"hidden_act": {"gelu": "gelu_pytorch_tanh"}},  # as transformers reads the first published files
+        fields={"norm_offset": 1.0, "embedding_scale": "sqrt"},
+    ),
+    "gemma2": Family(
+        architectures=("Gemma2ForCausalLM",), windows=2, fields=_SANDWICH, **_GEMMA_ACTIVATION,
+        reads=_GEMMA_2 | {"num_key_value_heads": 4, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    ),
+    "gemma3_text": Family(
+        architectures=("Gemma3ForCausalLM",), windows=6, fields=_SANDWICH | {"qk_norm": True},
+        scaled_layers="full_attention",
+        reads=_GEMMA_2 | {
+            "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": None,
+            "max_position_embeddings": 131072,
+        },
+        **_GEMMA_ACTIVATION,
+    ),
+    "gemma4_text": Family(
+        architectures=("Gemma4ForCausalLM",), **_GEMMA_4 | _PARALLEL,
+        reads=_GEMMA_4_KEYS | {
+            "use_double_wide_mlp": False, "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262144, "enable_moe_block": False, "num_experts": None,
+            "num_experts_per_tok": None, "moe_intermediate_size": None,
+        },
+        known=_GEMMA_4_KNOWN,
+        experts={"router": Router(scaled=True)}, expert_names=("experts.gate_up_proj", "experts.down_proj"),
+        experts_transposed=True,
+    ),
+    "gemma4_unified_text": Family(
+        architectures=("Gemma4UnifiedForCausalLM",), **_GEMMA_4, known=(*_GEMMA_4_KNOWN, "use_double_wide_mlp"),
+        reads=_GEMMA_4_KEYS | {"sliding_window": 1024, "max_position_embeddings": 262144},
+    ),
+    "olmo2": Family(
+        architectures=("Olmo2ForCausalLM",), reads={"attention_bias": False, "rms_norm_eps": 1e-5},
+        fields={"norms": "post", "qk_norm": "full"},
+    ),
+    "olmo3": Family(
+        architectures=("Olmo3ForCausalLM",), windows=4, scaled_layers="full_attention",
+        reads={
+            "attention_bias": False, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096,
+            "layer_types": None,
+        },
+        fields={"norms": "post", "qk_norm": "full"},
+    ),
+    "smollm3": Family(
+        architectures=("SmolLM3ForCausalLM",), windows="unrotated",
+        reads={
+            "num_key_value_heads": 4,
+            "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "rope_theta": 2e6,
+            "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": None, "layer_types": None,
+            "no_rope_layers": None, "no_rope_layer_interval": 4,
+        },
+        known=("max_window_layers",),
+    ),
+    "granite": Family(
+        architectures=("GraniteForCausalLM",),
+        reads={
+            "attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0, "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0, "logits_scaling": 1.0,
+        },
+    ),
+    "phi3": Family(
+        architectures=("Phi3ForCausalLM",), windows="all", fields={"fused": True},
+        reads={
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0, "sliding_window": None,
+        },
+    ),
+    "seed_oss": Family(
+        architectures=("SeedOssForCausalLM",),
+        reads={
+            "num_key_value_heads": 8,
+            "head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
+            "max_position_embeddings": 524288,
+        },
+        dropouts={"attention_dropout": 0.1, "residual_dropout": 0.1},
+    ),
+}  # fmt: skip

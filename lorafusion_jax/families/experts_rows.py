@@ -1,0 +1,228 @@
+"""Rows of families with experts in place of an MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lorafusion_jax.families.dense_rows import MROPE, QWEN_3_VL, SWITCHED
+from lorafusion_jax.families.experts import Router
+from lorafusion_jax.families.family import Family
+from lorafusion_jax.layout.layer import BLOCK, SHARED_MLP
+
+# Experts as in DeepSeek-V3: groups, an offset that helps to choose, an MLP beside.
+_SIGMOID = Router(score="sigmoid", correction=True)
+_GROUPS = {
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_GROUP_KEYS = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts"}
+PREDICTORS = (
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
+)  # how many layers after the last one predict further tokens; they are not loaded
+_OF_DEEPSEEK = (
+    *PREDICTORS, "head_dim", "qk_head_dim", "pretraining_tp", "ep_size", "moe_layer_freq", "scoring_func",
+    "topk_method", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
+)  # fmt: skip
+_QWEN_3_VL_MOE = {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "decoder_sparse_step": 1, "mlp_only_layers": None, "tie_word_embeddings": True,
+}  # fmt: skip
+GRANITE_MOE = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "attention_bias": False, "embedding_multiplier": 1.0, "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0, "logits_scaling": 1.0, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+GRANITE_EXPERTS: dict[str, Any] = {
+    "experts": {"router": Router(score="softmax_of_chosen"), "module": BLOCK},
+    "keys": {"num_local_experts": "num_experts"}, "experts_transposed": True,
+    "expert_names": (f"{BLOCK}.input_linear.weight", f"{BLOCK}.output_linear.weight"),
+    "modules": {
+        f"{BLOCK}.router": f"{BLOCK}.router.layer",
+        f"{BLOCK}.{SHARED_MLP}.input_linear": f"{SHARED_MLP}.input_linear",
+        f"{BLOCK}.{SHARED_MLP}.output_linear": f"{SHARED_MLP}.output_linear",
+    },
+}  # fmt: skip
+_OF_DOTS = ("scoring_func", "topk_method", "moe_layer_freq", "ep_size", "pretraining_tp")
+_OF_MINIMAX = (
+    "attn_type_list", "layernorm_full_attention_alpha", "layernorm_full_attention_beta",
+    "layernorm_linear_attention_alpha", "layernorm_linear_attention_beta", "layernorm_mlp_alpha",
+    "layernorm_mlp_beta", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "qk_norm_type",
+    "scoring_func", "use_mtp", "use_qk_norm", "use_routing_bias",
+)  # fmt: skip
+# Where config.json has neither spelling, transformers' Gpt-oss and Ministral 3 have these.
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+_MISTRAL_4_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+EXPERTS: dict[str, Family] = {
+    "qwen3_moe": Family(
+        architectures=("Qwen3MoeForCausalLM",), windows="all", fields={"qk_norm": True}, experts={},
+        reads={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768, "attention_bias": False, "use_sliding_window": False,
+            "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
+        },
+        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"},
+        known=("max_window_layers", "router_aux_loss_coef"), modules={"mlp.router": "mlp.gate"},
+    ),
+    "mixtral": Family(
+        architectures=("MixtralForCausalLM",), windows="all", experts={},
+        reads={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "sliding_window": None, "rope_theta": 1e6,
+            "num_experts": 8, "num_experts_per_tok": 2,
+        },
+        keys={"num_local_experts": "num_experts"}, known=("router_aux_loss_coef",),
+        modules={"mlp.router": "block_sparse_moe.gate"},
+        expert_names=tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
+    ),
+    "gpt_oss": Family(
+        architectures=("GptOssForCausalLM",), windows=2, fields={"attention_sinks": True},
+        reads={
+            "num_key_value_heads": 8,
+            "vocab_size": 201088, "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+            "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_ROPE, "attention_bias": True, "sliding_window": 128,
+            "layer_types": None,
+            "num_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
+        },
+        keys={
+            "num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok",
+        },
+        known=("router_aux_loss_coef", "initial_context_length", "experts_per_token"),
+        experts={
+            "router": Router(score="softmax_of_chosen", bias=True), "bias": True, "interleaved": True,
+        },
+        expert_names=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    ),
+    "qwen2_moe": Family(
+        architectures=("Qwen2MoeForCausalLM",), windows="first",
+        experts={"shared_gate": True},
+        reads={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32768, **SWITCHED, "num_experts": 60, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
+            "decoder_sparse_step": 1, "mlp_only_layers": None, "qkv_bias": True,
+        },
+        
+        known=("num_local_experts", "router_aux_loss_coef"), modules={"mlp.router": "mlp.gate"},
+    ),
+    "glm4_moe": Family(
+        architectures=("Glm4MoeForCausalLM",), fields={"o_bias": False}, experts={"router": _SIGMOID},
+        reads=_GROUPS | {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "attention_bias": False, "use_qk_norm": False,
+            "partial_rotary_factor": 0.5, "num_experts": 128, "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+        },
+        keys=_GROUP_KEYS, known=PREDICTORS, modules={"mlp.router": "mlp.gate"},
+    ),
+    "deepseek_v3": Family(
+        architectures=("DeepseekV3ForCausalLM",), model_types=("kimi_k2",), latent=True, experts={"router": _SIGMOID},
+        reads=_GROUPS | {
+            "num_key_value_heads": 128,
+            "max_position_embeddings": 4096, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True,
+            "num_experts": 256, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+        },
+        keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"},
+        known=_OF_DEEPSEEK,
+    ),
+    "glm4_moe_lite": Family(
+        architectures=("Glm4MoeLiteForCausalLM",), latent=True, experts={"router": _SIGMOID},
+        reads=_GROUPS | {
+            "num_key_value_heads": 20,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "attention_bias": False, "q_lora_rank": 768,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+            "rope_interleave": True, "num_experts": 64, "moe_intermediate_size": 1536, "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "mlp_layer_types": None,
+            "partial_rotary_factor": 1.0,
+        },
+        keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"}, known=_OF_DEEPSEEK,
+    ),
+    "qwen3_vl_moe_text": Family(
+        architectures=("Qwen3VLMoeTextModel",), fields={"qk_norm": True}, known_of_rope=MROPE, experts={},
+        reads=QWEN_3_VL | _QWEN_3_VL_MOE,
+        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"}, modules={"mlp.router": "mlp.gate"},
+        known=("router_aux_loss_coef", "norm_topk_prob"), experts_transposed=True,
+        expert_names=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    ),
+    "olmoe": Family(
+        architectures=("OlmoeForCausalLM",), fields={"qk_norm": "full"}, experts={}, modules={"mlp.router": "mlp.gate"},
+        reads={
+            "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+            "num_attention_heads": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "attention_bias": False,
+            "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
+        },
+        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"}, known=("router_aux_loss_coef",),
+    ),
+    "dots1": Family(
+        architectures=("Dots1ForCausalLM",), windows="switched", fields={"qk_norm": True},
+        experts={"router": _SIGMOID}, modules={"mlp.router": "mlp.gate"}, keys=_GROUP_KEYS, known=_OF_DOTS,
+        reads=_GROUPS | {
+            "vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944, "num_hidden_layers": 62,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "attention_bias": False, "sliding_window": 4096,
+            "max_window_layers": 62, "layer_types": None, "num_experts": None, "num_experts_per_tok": None,
+            "n_shared_experts": None, "moe_intermediate_size": 1408, "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek_v2": Family(
+        architectures=("DeepseekV2ForCausalLM",), latent=True, keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"},
+        experts={"router": Router(normalise=False, group_value="best", balanced=False)},
+        reads={
+            "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 64,
+            "num_experts_per_tok": None, "n_shared_experts": 2, "moe_intermediate_size": 1407, "n_group": None,
+            "topk_group": None, "topk_method": "greedy", "routed_scaling_factor": 1.0, "first_k_dense_replace": 0,
+        },
+        known=tuple(key for key in _OF_DEEPSEEK if key != "topk_method"),
+    ),
+    "mistral4": Family(
+        architectures=("Mistral4ForCausalLM",), latent=True, whole_heads=True, keys=_GROUP_KEYS,
+        experts={"router": Router(balanced=False)}, modules={"mlp.router": "mlp.gate"},
+        reads=_GROUPS | {
+            "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 1048576,
+            "attention_bias": False, "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True, "num_experts": 128,
+            "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "first_k_dense_replace": 0,
+            "llama_4_scaling_beta": None, "rope_parameters": _MISTRAL_4_ROPE,
+        },
+        known=("qk_head_dim", "pretraining_tp"),
+    ),
+    "minimax_m2": Family(
+        architectures=("MiniMaxM2ForCausalLM",), fields={"qk_norm": "full"},
+        experts={"router": _SIGMOID},
+        expert_names=tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
+        modules={
+            "mlp.router": "block_sparse_moe.gate",
+            "mlp.router.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
+        },
+        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"},
+        reads={
+            "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
+            "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608,
+            "rope_theta": 5e6, "num_experts": 256, "num_experts_per_tok": 8, "rotary_dim": None,
+            "partial_rotary_factor": None,
+        },
+        known=("router_aux_loss_coef", *_OF_MINIMAX),
+    ),
+    "granitemoe": Family(
+        architectures=("GraniteMoeForCausalLM",), reads=GRANITE_MOE, **GRANITE_EXPERTS,
+        known=("router_aux_loss_coef",),
+    ),
+    "granitemoeshared": Family(
+        architectures=("GraniteMoeSharedForCausalLM",), reads=GRANITE_MOE | {"shared_intermediate_size": 0},
+        **GRANITE_EXPERTS, known=("router_aux_loss_coef",),
+    ),
+}  # fmt: skip

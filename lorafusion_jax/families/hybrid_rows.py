@@ -1,0 +1,104 @@
+"""Rows of families in which other layers than those of attention mix the rows of a sample."""
+
+from __future__ import annotations
+
+from lorafusion_jax.families.experts_rows import GRANITE_EXPERTS, GRANITE_MOE
+from lorafusion_jax.families.family import Family
+from lorafusion_jax.layout.layer import SHARED_MLP
+
+# Qwen3-Next and later: a gated delta net in three of four layers. The tensors of "mtp" predict further tokens.
+_DELTA = {
+    "head_dim": 256, "max_position_embeddings": 32768, "attention_bias": False, "partial_rotary_factor": 0.25,
+    "layer_types": None, "full_attention_interval": 4, "attn_output_gate": True, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+_DELTA_FIELDS = {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True}
+_MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers")
+_DELTA_NAMES = {"known_of_rope": ("mrope_section", "mrope_interleaved"), "ignored": ("mtp.",)}
+_MAMBA = {
+    "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "time_step_limit": None,
+}  # fmt: skip
+
+HYBRID: dict[str, Family] = {
+    "qwen3_5_text": Family(
+        architectures=("Qwen3_5ForCausalLM",), fields=_DELTA_FIELDS, delta_net={}, **_DELTA_NAMES,
+        reads=_DELTA | {
+            "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+            "num_attention_heads": 16, "num_key_value_heads": 4,
+        },
+        known=_MTP,
+    ),
+    "qwen3_next": Family(
+        architectures=("Qwen3NextForCausalLM",), fields=_DELTA_FIELDS, delta_net={"grouped": True}, **_DELTA_NAMES,
+        experts={"shared_gate": True},
+        reads=_DELTA | {
+            "num_key_value_heads": 2,
+            "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        known=("num_local_experts", "router_aux_loss_coef"),
+        modules={"mlp.router": "mlp.gate"},
+    ),
+    "qwen3_5_moe_text": Family(
+        architectures=("Qwen3_5MoeForCausalLM",), fields=_DELTA_FIELDS, delta_net={}, **_DELTA_NAMES,
+        experts={"shared_gate": True}, modules={"mlp.router": "mlp.gate"},
+        reads=_DELTA | {
+            "vocab_size": 248320, "hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        },
+        
+        known=(
+            *_MTP, "num_local_experts", "router_aux_loss_coef", "intermediate_size", "norm_topk_prob",
+            "decoder_sparse_step",
+        ),
+    ),
+    "granitemoehybrid": Family(
+        architectures=("GraniteMoeHybridForCausalLM",), mixer="mamba", **GRANITE_EXPERTS,
+        fields={"fused": "mlp", "mlp_module": SHARED_MLP, "mlp_names": ("input_linear", "output_linear")},
+        reads=GRANITE_MOE | _MAMBA | {
+            "shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None,
+        },
+        known=("router_aux_loss_coef", "mamba_chunk_size", "normalization_function", "init_method"),
+    ),
+    "bamba": Family(
+        architectures=("BambaForCausalLM",), mixer="mamba", fields={"mlp_module": "feed_forward"},
+        reads=_MAMBA | {
+            "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262144, "attention_bias": False, "mlp_bias": False,
+            "partial_rotary_factor": 0.5, "attn_layer_indices": None,
+        },
+        known=("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb", "layers_block_type"),
+        modules={"post_attention_layernorm": "pre_ff_layernorm", "model.norm": "model.final_layernorm"},
+    ),
+    "lfm2": Family(
+        architectures=("Lfm2ForCausalLM",), mixer="convolution",
+        fields={
+            "qk_norm": True, "attention_out": "out_proj", "mlp_module": "feed_forward", "mlp_names": ("w1", "w3", "w2"),
+        },
+        keys={
+            "norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size",
+            "tie_word_embeddings": "tie_word_embeddings", "intermediate_size": "intermediate_size",
+        },
+        reads={
+            "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e6, "conv_bias": False,
+            "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": True, "full_attn_idxs": None, "layer_types": None,
+        },
+        known=(
+            "hidden_act", "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale",
+            "block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init",
+            "num_heads", "theta", "use_pos_enc",
+        ),
+        modules={
+            "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
+            "self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_attn.k_layernorm",
+            "model.norm": "model.embedding_norm",
+        },
+    ),
+}  # fmt: skip
