@@ -3,9 +3,10 @@
     PYTHONPATH=tests:tests/serve python -m campaigns.strangers --out benchmarks/results/strangers_cpu_DATE
 
 For each attack a row: the latency of `/healthz` and of another owner's `/v1/me` meanwhile, the answers that the attack
-got, and the memory of the server with its children above that before. `list` is the processor time of the server for a
-page of 200 of `--jobs` jobs. The bounds that the service promises are for a quiet core; a bound that is passed is
-printed, and the exit code is 1.
+got, and the memory of the server with its children above that before. `twin` is a second server that nobody attacks:
+its latency is what the load of the machine does to each. `list` is the processor time of the server for a page of 200
+of `--jobs` jobs. The bounds that the service promises are for a quiet core; a bound that is passed is printed, and the
+exit code is 1.
 """
 
 from __future__ import annotations
@@ -132,18 +133,18 @@ def resident_mb(server: psutil.Process) -> float:
     return size / 2**20
 
 
-def watch(server: psutil.Process, url: str, key: str, seconds: float) -> dict[str, Any]:
+def watch(server: psutil.Process, url: str, key: str, twin: str, seconds: float) -> dict[str, Any]:
     """Asks as others do, ten times a second."""
-    health, mine, peak, until = [], [], 0.0, time.monotonic() + seconds
+    health, mine, beside, peak, until = [], [], [], 0.0, time.monotonic() + seconds
     while time.monotonic() < until:
-        for path, times in (("/healthz", health), ("/v1/me", mine)):
+        for address, path, times in ((url, "/healthz", health), (url, "/v1/me", mine), (twin, "/healthz", beside)):
             began = time.monotonic()
-            status = ask(url, path, key)
+            status = ask(address, path, key)
             times.append(time.monotonic() - began if status == 200 else 60.0)
         peak = max(peak, resident_mb(server))
         time.sleep(0.1)
     row: dict[str, Any] = {}
-    for name, times in (("healthz", health), ("me", mine)):
+    for name, times in (("healthz", health), ("me", mine), ("twin", beside)):
         times.sort()
         row |= {
             f"{name}_p50_s": round(times[len(times) // 2], 4),
@@ -171,6 +172,10 @@ def main() -> int:
         server = processes.Process(target=serve, args=(Path(folder) / "home", base, options.jobs, other))
         server.start()
         url, keys = link.recv()
+        twin_link, other = processes.Pipe()
+        twin = processes.Process(target=serve, args=(Path(folder) / "twin", base, 1, other))
+        twin.start()
+        twin_url, _ = twin_link.recv()
         seen = psutil.Process(server.pid)
         for name in options.only:
             to_attacker, of_attacker = processes.Pipe()
@@ -180,7 +185,7 @@ def main() -> int:
             to_attacker.recv()
             idle_mb = resident_mb(seen)
             to_attacker.send("go")
-            row = {"attack": name} | watch(seen, url, keys["ben"], options.seconds)
+            row = {"attack": name} | watch(seen, url, keys["ben"], twin_url, options.seconds)
             statuses = to_attacker.recv()
             attacker.join()
             row |= {"grown_mb": round(row.pop("peak_mb") - idle_mb), "answers": json.dumps(statuses).replace('"', "")}
@@ -196,8 +201,9 @@ def main() -> int:
         append_row(options.out / "list.csv", {"jobs": options.jobs, "list_cpu_s": round(list_s, 4)})
         print(f"{options.jobs} jobs: a page takes {list_s:.3f} s of the processor", flush=True)
         failed += list_s > LIST_S
-        link.send("end")
-        server.join()
+        for pipe, process in ((link, server), (twin_link, twin)):
+            pipe.send("end")
+            process.join()
     return int(bool(failed))
 
 

@@ -60,6 +60,22 @@ def test_a_frozen_worker_is_replaced(serve):
     assert service.show(job)["tries"] >= 1
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_worker_that_hangs_does_not_outlive_a_server_that_ends(tmp_path, tiny_base, monkeypatch, frozen):
+    """Neither worker ends when it is asked to. One still saves and gives signs of it."""
+    monkeypatch.setattr(SimulatedProcess, "terminate", lambda process: None)
+    monkeypatch.setattr("lorafusion_jax.serve.control.controller.CLOSE_S", 2.0)
+    service = Service(tmp_path / "home", tiny_base, None, lease_s=3.0)
+    job = service.submit("one", "red", steps=10_000)
+    wait_for(lambda: service.show(job)["step"] >= 1)
+    process = first_process()
+    if frozen:
+        process.freeze()
+    service.close()
+    assert process.ended.is_set() == frozen
+    process.kill()
+
+
 class Network:
     """What is between a worker and the server. While it is cut nothing arrives, and no side learns that."""
 

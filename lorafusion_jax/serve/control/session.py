@@ -28,6 +28,7 @@ from lorafusion_jax.serve.store.jobs import Job, Jobs
 START_S = 180.0  # for a worker to start and connect
 LOCAL = "local"  # the only host
 STOP_S = 60.0  # for a worker to save its jobs and end
+MISSED_BEATS = 3  # of a worker that hangs
 MOST_BACKOFF_S = 60.0
 log = logging.getLogger("lorafusion.control")
 
@@ -109,13 +110,14 @@ class Session:
         """Ends the worker, also one of an earlier server; its jobs are saved.
 
         Args:
-            seconds: to wait. A worker that takes longer goes on saving, and ends by itself.
+            seconds: to wait. A worker that takes longer goes on saving, and ends by itself; one that gives no sign of
+                it would not.
         """
         self.ready = False
         worker = self._worker or self._recorded_worker()
         if worker is not None:
             worker.terminate()
-            if worker.wait(seconds):
+            if worker.wait(seconds) or self._is_silent():
                 worker.kill()  # what it held of a cluster is given back; one that still saves leaves by itself
             self._worker = None
 
@@ -194,6 +196,15 @@ class Session:
         """Notes that a worker of this session has connected."""
         self.ready = state == "ready"
 
+    def _is_silent(self) -> bool:
+        """Whether a worker is connected and has missed its beats."""
+        connection = self._hub.connections.get(self.group)
+        return connection is not None and time.monotonic() - connection.contact > MISSED_BEATS * self._beat_s
+
+    @property
+    def _beat_s(self) -> float:
+        return min(self._settings.lease_s / 6, 5.0)
+
     def _adoptable(self) -> bool:
         return self._recorded_worker() is not None
 
@@ -247,7 +258,7 @@ class Session:
             "secret": self._hub.secret,
             "group": self.group,
             "epoch": epoch,
-            "beat_s": min(settings.lease_s / 6, 5.0),
+            "beat_s": self._beat_s,
             "save_s": settings.save_s,
         }
         return self._launcher.start(arguments | self._opens(), settings.log(self.group))
