@@ -109,7 +109,7 @@ def command(
     if push is not None:
         hub()
     chosen = [name for name in names if folder.latest(name) is not None] if all_adapters else [adapter or ""]
-    sources = {name: _source(folder, names, name, step) for name in chosen}
+    sources = {name: exported_folder(folder, names, name, step) for name in chosen}
     if not merge:
         _refuse_merge_only(config, list(sources))
     for source in sources.values():
@@ -235,7 +235,7 @@ def _check_options(
     raise_all([ConfigError("export.options", message, fix=fix) for holds, message, fix in checks if not holds])
 
 
-def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None) -> Path:
+def exported_folder(folder: RunFolder, names: list[str], adapter: str, step: int | None) -> Path:
     if adapter not in names:
         raise ConfigError(
             "export.unknown-adapter",

@@ -98,7 +98,7 @@ DISK = (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ES
 
 FILES = (
     *("demo", "init", "check", "plan", "train", "resume", "status", "timeline", "report", "generate", "chat", "export"),
-    *("combine", "verify", "profile", "tune", "doctor", "simulate"),
+    *("handover", "combine", "verify", "profile", "tune", "doctor", "simulate"),
 )
 CONTROLS = ("cancel", "pause", "continue", "finish", "weight", "extend", "add")
 COMMANDS = {

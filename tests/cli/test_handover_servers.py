@@ -1,0 +1,108 @@
+"""`lorafusion handover` against stubs with the routes of vLLM and SGLang."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Answers as the servers do; what it loaded is `server.adapters`."""
+
+    def do_GET(self):
+        self.answer(200, {"data": [{"id": name} for name in ("base", *self.server.adapters)]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        loaded = self.server.adapters
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self.answer(401, {"error": "Unauthorized"})
+        elif self.path not in self.server.routes:
+            self.answer(404, {"detail": "Not Found"})
+        elif self.path.endswith("/load_lora_adapter"):
+            if not (Path(body["lora_path"]) / "adapter_config.json").is_file():
+                why = f"No adapter found for {body['lora_path']}"
+                self.answer(400, {"error": {"message": why}, "success": False, "error_message": why})
+            else:
+                loaded[body["lora_name"]] = body["lora_path"]
+                text = {"success": True} if self.path == "/load_lora_adapter" else "Success: added successfully."
+                self.answer(200, text)
+        elif self.path == "/generate":
+            self.answer(200, {"text": f"{body['lora_path']} says {body['text']}"})
+        else:
+            self.answer(200, {"choices": [{"text": f"{body['model']} says {body['prompt']}"}]})
+
+    def answer(self, code, value):
+        content = (value if isinstance(value, str) else json.dumps(value)).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format, *args):
+        pass
+
+
+VLLM = ("/v1/load_lora_adapter", "/v1/completions")
+SGLANG = ("/load_lora_adapter", "/generate")
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
+        server.adapters, server.routes, server.key = {}, (*VLLM, *SGLANG), ""
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", ["--vllm", "--sglang"])
+def test_an_adapter_is_loaded_and_asked(lorafusion, finished, server, kind):
+    _, run = finished
+    url = server.url + ("/v1/" if kind == "--vllm" else "")
+    outcome = lorafusion("handover", run, "law", kind, url, "--as", "law-2", "--prompt", "Who?")
+    assert outcome.code == 0, outcome.err
+    assert "law-2 says Who?" in outcome.out
+    loaded = Path(server.adapters["law-2"])
+    assert loaded.is_absolute()
+    assert loaded.parent == (run / "adapters" / "law").resolve()
+
+
+@pytest.mark.parametrize("kind", ["--vllm", "--sglang"])
+def test_what_servers_refuse_has_a_fix(lorafusion, finished, server, tmp_path, kind):
+    _, run = finished
+    arguments = ("handover", run, "law", kind, server.url)
+    elsewhere = lorafusion(*arguments, "--path", tmp_path)
+    assert (elsewhere.code, elsewhere.errors) == (1, ["handover.refused"])
+    assert "No adapter found for" in elsewhere.err
+    server.routes = ()
+    off = lorafusion(*arguments)
+    assert off.errors == ["handover.refused"]
+    assert "--enable-lora --max-lora-rank 8" in off.err
+    server.key = "secret"
+    (tmp_path / "key").write_text("secret\n")
+    assert "--key-file" in lorafusion(*arguments).err
+    server.routes = (*VLLM, *SGLANG)
+    assert lorafusion(*arguments, "--key-file", tmp_path / "key").code == 0
+
+
+def test_mistakes_are_named(lorafusion, finished, server):
+    _, run = finished
+    assert lorafusion("handover", run, "law").errors == ["handover.options"]
+    assert lorafusion("handover", run, "law", "--vllm", "gpu:8000").errors == ["handover.options"]
+    assert lorafusion("handover", run, "lwa", "--vllm", server.url).errors == ["export.unknown-adapter"]
+    server.adapters["law"] = "/there"
+    exists = lorafusion("handover", run, "law", "--vllm", server.url)
+    assert exists.errors == ["handover.exists"]
+    assert "--as law-2" in exists.err
+    assert server.adapters == {"law": "/there"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stub) as closed:
+        port = closed.server_port
+    assert lorafusion("handover", run, "law", "--vllm", f"http://127.0.0.1:{port}").errors == ["handover.no-server"]
