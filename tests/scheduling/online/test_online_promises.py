@@ -143,28 +143,29 @@ def test_a_bound_holds_from_the_first_step_to_the_last(seed):
     assert result.summary()["bounds_broken"] == 0
 
 
-def host_trace(trace, gpus, load, seed):
+def host_trace(trace, gpus, load, seed, jobs):
     make = generate_trace if trace in TRACES else held_out_trace
     small = {"bases": {"qwen3-8b": 0.5, "mistral-7b": 0.3, "qwen3-14b": 0.2}} if trace in TRACES and gpus < 8 else {}
     workers = [Worker("one", gpus)]
-    return make(trace, jobs=80, workers=workers, load=load, seed=seed, rates=RATES, **small), workers
+    return make(trace, jobs=jobs, workers=workers, load=load, seed=seed, rates=RATES, **small), workers
 
 
 @pytest.mark.parametrize(
-    ("trace", "gpus", "load", "seed"),
+    ("trace", "gpus", "load", "seed", "jobs"),
     [
-        ("pareto", 8, 1.3, 4),  # sessions that open together share the rate of loading
-        ("sweeps", 2, 1.3, 2),  # the last member of a group ends alone, on a mesh that was chosen for two
+        ("pareto", 8, 1.3, 4, 80),  # sessions that open together share the rate of loading
+        ("sweeps", 2, 1.3, 2, 80),  # the last member of a group ends alone, on a mesh that was chosen for two
+        ("tiny+huge", 8, 1.0, 2, 150),  # a job takes another's place, which joins again at once: one stop for both
         *(
-            nightly(trace, gpus, load, seed)
+            nightly(trace, gpus, load, seed, 80)
             for gpus, load in ((8, 0.7), (8, 1.0), (8, 1.3), (2, 1.3), (1, 1.0))
             for seed in range(5)
             for trace in (*HELD_OUT, *TRACES)
         ),
     ],
 )
-def test_bounds_hold_in_whole_traces(trace, gpus, load, seed):
-    jobs, workers = host_trace(trace, gpus, load, seed)
+def test_bounds_hold_in_whole_traces(trace, gpus, load, seed, jobs):
+    jobs, workers = host_trace(trace, gpus, load, seed, jobs)
     result = simulate_cluster(jobs, workers, rates=RATES)
     assert result.summary()["bounds_broken"] == 0
     assert result.refusals == ()

@@ -92,7 +92,10 @@ def _tolerated(search: Search, group: DraftGroup, option: Option) -> Option | No
     kind, appraiser, members = search.draft.kind(group), search.appraiser, option.members
     rate = appraiser.packed(members, kind, option.rate)
     settled = option if rate is option.rate else _option(search, group, members, rate) if rate else None
-    if settled is None or not appraiser.tolerates(search.trained, settled.rate, members, kind, settled.stop_s):
+    if settled is None:
+        return None
+    stop_s = search.stop_s(group, members, settled.rate) if group.why else settled.stop_s
+    if not appraiser.tolerates(search.trained, settled.rate, members, kind, stop_s):
         return None
     return settled
 

@@ -123,6 +123,14 @@ class Search:
         moves = not self.trained.isdisjoint(set(members).difference(self.state.groups[group.name].members))
         return self.rates.changes.stop_s(same) + (self.rates.changes.move_s if moves else 0.0)
 
+    def stop_s(self, group: DraftGroup, members: Sequence[str], rate: GroupRate) -> float:
+        """Seconds for which those that run stop by all that this decision changes in their group."""
+        if group.is_new or (before := self.state.groups[group.name]).gpus != group.gpus:
+            return self.move_s(members[0], [group.worker])
+        same = before.mesh == rate.mesh and self._rank_class(members) <= self._rank_class(before.members or members)
+        moves = not self.trained.isdisjoint(set(members).difference(before.members))
+        return self.rates.changes.stop_s(same) + (self.rates.changes.move_s if moves else 0.0)
+
     def _rank_class(self, names: Sequence[str]) -> int:
         return rank_class([self.state.jobs[name].job.rank for name in names])
 

@@ -89,7 +89,7 @@ def _options(search: Search, group: DraftGroup, name: str) -> Iterator[Option]:
         members = [member for member in group.members if member != left_out] + [name]
         kind = search.draft.kind(group)
         rate = appraiser.packed_rate(members, kind, len(group.gpus))
-        stop_s = search.change_s(group, members, rate) if rate else 0.0
+        stop_s = search.stop_s(group, members, rate) if rate else 0.0
         if rate and appraiser.tolerates(members[:-1], rate, members, kind, stop_s):
             yield Option(appraiser.worth(members, rate) - appraiser.of(group), members, rate, stop_s)
 
