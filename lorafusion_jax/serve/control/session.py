@@ -142,7 +142,7 @@ class Session:
         if connection is not self._seen:
             self._seen, self._sent, self._weights = connection, set(), {}
             self._silent_since = time.monotonic()
-        silent_s = time.monotonic() - (self._silent_since if connection is None else connection.contact)
+        silent_s = self._silent_s(connection)
         if connection is not None and silent_s <= self._settings.lease_s:
             return False
         died = self._worker is not None and self._worker.has_ended()
@@ -197,9 +197,11 @@ class Session:
         self.ready = state == "ready"
 
     def _is_silent(self) -> bool:
-        """Whether a worker is connected and has missed its beats."""
-        connection = self._hub.connections.get(self.group)
-        return connection is not None and time.monotonic() - connection.contact > MISSED_BEATS * self._beat_s
+        """Whether a worker has missed its beats, or not connected for so long."""
+        return self._silent_s(self._hub.connections.get(self.group)) > MISSED_BEATS * self._beat_s
+
+    def _silent_s(self, connection: Connection | None) -> float:
+        return time.monotonic() - (self._silent_since if connection is None else connection.contact)
 
     @property
     def _beat_s(self) -> float:
