@@ -254,6 +254,25 @@ def test_the_worker_has_no_training_loop_of_its_own():
     assert [f"{path}: {module}" for path, module in imports if module.startswith(rooms)] == []
 
 
+def test_runs_jobs_of_a_service_and_calls_share_one_middle():
+    middle = {"OpenSession", "Loop", "Steps", "Assembler", "AdapterState", "AdapterExport"}
+    classes = [
+        (node.name, str(path))
+        for path, nodes in nodes_of_files().items()
+        for node in nodes
+        if isinstance(node, ast.ClassDef) and node.name in middle
+    ]
+    assert sorted(name for name, _ in classes) == sorted(middle)
+    assert all("session/" in path for _, path in classes)
+    opened = [
+        node.name
+        for nodes in nodes_of_files().values()
+        for node in nodes
+        if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == "OpenSession" for base in node.bases)
+    ]
+    assert opened == ["Session"]
+
+
 def test_imports_are_absolute():
     assert places(lambda node: isinstance(node, ast.ImportFrom) and bool(node.level)) == []
 

@@ -1,10 +1,12 @@
-"""Writes an adapter as a PEFT folder: tensors, tokenizer, model card and a record of how it was trained."""
+"""Exports an adapter as a PEFT folder: tensors, tokenizer, model card and a record of how it was trained."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory, exported_base
 from lorafusion_jax.config.chat_templates import template_text
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import auto_class, loads_whole
 from lorafusion_jax.peft.folder import export_adapter
@@ -26,6 +29,54 @@ from lorafusion_jax.session.task import Task
 from lorafusion_jax.weights.table import NONE
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+Problem = LoraFusionError | OSError
+
+
+class AdapterExport[T]:
+    """An adapter on its way to its folder: it is read from the devices, then written.
+
+    A problem of the folder is its result. What else goes wrong, a device above all, is raised.
+
+    Args:
+        step: that the adapter comes to.
+        read: waits for the adapter, which is read while others train.
+        write: writes what was read and returns the folder.
+    """
+
+    def __init__(self, step: int, read: Callable[[], T], write: Callable[[T], Path]):
+        self.step, self._read, self._write = step, read, write
+        self._result: Future[Path | Problem] | None = None
+        self._not_before = 0.0
+
+    def run(self) -> Path | Problem:
+        """Returns the folder, or why it was not written."""
+        content = self._read()
+        try:
+            return self._write(content)
+        except (LoraFusionError, OSError) as problem:
+            return problem
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it shall be written now: for the first time, or because a disk took nothing."""
+        return self._result is None and time.monotonic() >= self._not_before
+
+    @property
+    def has_ended(self) -> bool:
+        return self._result is not None and self._result.done()
+
+    @property
+    def result(self) -> Path | Problem:
+        """What `run` returned, once it has ended."""
+        assert self._result is not None
+        return self._result.result()
+
+    def begin(self, threads: Executor) -> None:
+        self._result = threads.submit(self.run)
+
+    def begin_later(self, seconds: float) -> None:
+        """Makes it due again after a disk that took nothing."""
+        self._result, self._not_before = None, time.monotonic() + seconds
 
 
 def export_task(task: Task, state: AdapterState, target: Path, *, name: str = "") -> Path:

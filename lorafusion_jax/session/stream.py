@@ -180,12 +180,6 @@ class Stream(Source):
             return len(self._calls) + len(self._issued)
 
     @property
-    def waiting_tokens(self) -> int:
-        """Tokens of calls that are not in a slot."""
-        with self._lock:
-            return sum(len(entry.tokens) for call in self._calls for entry in call.entries if not entry.entered)
-
-    @property
     def has_news(self) -> bool:
         """Whether calls were added since the last `cursor`."""
         return self._has_news

@@ -6,6 +6,7 @@ import errno
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_f
 from lorafusion_jax.errors import ErrorList, LoraFusionError
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.report.events import AdapterDone, AdapterExported, AdapterFailed, ExportFailed, Listener
-from lorafusion_jax.session.export import write_adapter
+from lorafusion_jax.session.export import AdapterExport, Problem, write_adapter
 from lorafusion_jax.session.processes import is_first
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.training.job import Job
@@ -71,12 +72,11 @@ class BackgroundQueue:
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-Problem = LoraFusionError | OSError
 Weights = Callable[[], Mapping[str, np.ndarray]]  # waits for the weights
 
 
 class ExportQueue:
-    """Writes folders of adapters on the thread of `queue`, in order."""
+    """Runs exports of adapters on the thread of `queue`, in order, and reports them."""
 
     def __init__(self, writer: AdapterWriter, session: Session, listener: Listener, queue: BackgroundQueue):
         self._writer, self._session, self._listener, self._queue = writer, session, listener, queue
@@ -87,19 +87,19 @@ class ExportQueue:
         Args:
             read_weights: reads its weights (None: reads the current weights).
         """
-        name, step, failure = adapter.name, adapter.step, adapter.failure
-        read = self._read(name) if read_weights is None else read_weights
+        name, step = adapter.name, adapter.step
+        export = self._export(adapter, read_weights, failure=adapter.failure)
 
         def on_done(written: Path | Problem | None) -> None:
             if isinstance(written, Problem):
                 self._report_failure(name, step, slots_done, written)
 
-        self._queue.submit(lambda: self._try_write(name, step, read, failure), on_done)
+        self._queue.submit(partial(_run, export), on_done)
 
     def submit(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Queues the folder of an adapter that has ended. `poll` reports when it is complete."""
-        name, step, failure, done = adapter.name, adapter.step, adapter.failure, adapter.status == "done"
-        read_weights = self._read(name)
+        name, step = adapter.name, adapter.step
+        export = self._export(adapter, failure=adapter.failure, last=adapter.status == "done")
 
         def on_done(written: Path | Problem | None) -> None:
             if isinstance(written, Problem):
@@ -109,34 +109,30 @@ class ExportQueue:
             if adapter.status == "done":
                 self._listener(AdapterDone(slot=slots_done, adapter=name, step=step))
 
-        self._queue.submit(lambda: self._try_write(name, step, read_weights, failure, last=done), on_done)
+        self._queue.submit(partial(_run, export), on_done)
 
     def submit_best(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Queues the folder of the current step, to which `best` links then. Only errors are reported."""
         name, step = adapter.name, adapter.step
-        read_weights = self._read(name)
+        export = self._export(adapter, best=True)
 
         def on_done(written: Path | Problem | None) -> None:
             if isinstance(written, Problem):
                 self._report_failure(name, step, slots_done, written)
 
-        self._queue.submit(lambda: self._try_write(name, step, read_weights, "", best=True), on_done)
+        self._queue.submit(partial(_run, export), on_done)
 
-    def _read(self, name: str) -> Weights:
-        read = self._session.read(name, optimizer=False)
-        return lambda: read().weights
+    def _export(
+        self, adapter: AdapterProgress, read_weights: Weights | None = None, *, failure: str = "", best: bool = False,
+        last: bool = False,
+    ) -> AdapterExport[Mapping[str, np.ndarray]]:  # fmt: skip
+        name, step = adapter.name, adapter.step
 
-    def _try_write(
-        self, name: str, step: int, read_weights: Weights, failure: str, *, best: bool = False, last: bool = False
-    ) -> Path | Problem | None:
-        if not is_first():
-            return None
-        try:
-            return self._writer.write(name, step, read_weights(), failure=failure, best=best, last=last)
-        except (LoraFusionError, OSError) as problem:
-            if _disk_is_full(problem):
-                raise
-            return problem
+        if read_weights is None:
+            read = self._session.read(name, optimizer=False)
+            read_weights = lambda: read().weights  # noqa: E731
+        write = partial(self._writer.write, name, step, failure=failure, best=best, last=last)
+        return AdapterExport(step, read_weights, write)
 
     def _fail_adapter(self, adapter: AdapterProgress, slots_done: int, problem: Problem) -> None:
         self._report_failure(adapter.name, adapter.step, slots_done, problem)
@@ -154,6 +150,20 @@ class ExportQueue:
 
     def _report_failure(self, name: str, step: int, slots_done: int, problem: Problem) -> None:
         self._listener(ExportFailed(slot=slots_done, adapter=name, step=step, **_describe(problem)))
+
+
+def _run(export: AdapterExport[Any]) -> Path | Problem | None:
+    """Runs it in the first process.
+
+    Raises:
+        LoraFusionError, OSError: the disk is full.
+    """
+    if not is_first():
+        return None
+    written = export.run()
+    if not isinstance(written, Path) and _disk_is_full(written):
+        raise written
+    return written
 
 
 def _disk_is_full(problem: Problem) -> bool:

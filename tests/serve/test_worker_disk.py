@@ -129,6 +129,7 @@ def worker(tmp_path, monkeypatch):
         assert disk["slow"].wait(60)
         if disk["full"]:
             raise disk["full"]
+        return target
 
     def read(job, values, state, folder):
         return loading.Loaded(task=Adapter(job, values["steps"], disk), state=None, path=None)

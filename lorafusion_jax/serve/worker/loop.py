@@ -17,13 +17,13 @@ from lorafusion_jax.generation.engine import SLOTS
 from lorafusion_jax.report.events import RunEvent
 from lorafusion_jax.serve.state_folders import state_folder
 from lorafusion_jax.serve.wire import Message
-from lorafusion_jax.serve.worker.held import Departure, Held, Reading
+from lorafusion_jax.serve.worker.held import Held, Reading
 from lorafusion_jax.serve.worker.link import Link
 from lorafusion_jax.serve.worker.loading import Loaded, load, write_references
 from lorafusion_jax.serve.worker.samples import Samples
 from lorafusion_jax.serve.worker.stream import Models
 from lorafusion_jax.session import AdapterState, Session, Task, WindowPlanner
-from lorafusion_jax.session.export import export_task
+from lorafusion_jax.session.export import AdapterExport, export_task
 
 HORIZON = 48  # slots of a window
 REPORT_S = 0.2  # between two messages about steps
@@ -140,23 +140,24 @@ class WorkerLoop:
 
     def _is_ready(self, held: Held) -> bool:
         """Whether a job can start now, or end."""
-        if held.departure is not None:
-            return self._can_advance(held, held.departure)
+        if held.export is not None:
+            return self._can_advance(held, held.export)
         if held.place is None:
             return held.loading is not None and held.loading.done()
         failed = self._session.tasks[held.job].status == "failed"
         return failed or (self._waits_to_leave(held) and self._can_read)
 
-    def _can_advance(self, held: Held, departure: Departure) -> bool:
+    def _can_advance(self, held: Held, export: AdapterExport[AdapterState]) -> bool:
         """Whether an adapter can leave its place, or its job end. Nothing is written into its folder then."""
         if held.place is not None:  # the devices may still refuse the last step
             task = self._session.tasks[held.job]
-            return departure.read.done() and (task.step >= departure.step or task.status == "failed")
+            assert held.reading is not None
+            return held.reading.done() and (task.step >= export.step or task.status == "failed")
         is_saved = held.saving is None or held.saving.done() or held.saving.cancel()
-        return departure.is_due or (departure.has_ended and is_saved)
+        return export.is_due or (export.has_ended and is_saved)
 
     def _waits_to_leave(self, held: Held) -> bool:
-        if held.place is None or held.departure is not None:
+        if held.place is None or held.export is not None:
             return False
         return self._session.tasks[held.job].status in ("done", "leaving")
 
@@ -165,7 +166,7 @@ class WorkerLoop:
         """Whether devices and host have memory for a copy of another adapter that leaves."""
         self._weights = [read for read in self._weights if not read.done()]
         reads_none = self._reading is None or self._reading.state.done()
-        departures = sum(held.departure is not None for held in self._held.values())
+        departures = sum(held.export is not None for held in self._held.values())
         return reads_none and len(self._weights) < MOST_READS and departures < MOST_DEPARTURES
 
     def _execute_commands(self, wait_s: float) -> None:
@@ -267,8 +268,8 @@ class WorkerLoop:
     def _end_if_finished(self, held: Held) -> None:
         if not self._is_ready(held):
             return
-        if held.departure is not None:
-            self._advance_departure(held, held.departure)
+        if held.export is not None:
+            self._advance_export(held, held.export)
             return
         assert held.place is not None
         task = self._session.tasks[held.job]
@@ -276,12 +277,13 @@ class WorkerLoop:
             self._end_failed(held, task)
         elif task.status == "done":
             self._evaluate(held, task)
-            held.departure = self._export(held, task, self._start_reading(held, optimizer=False))
+            self._start_reading(held, optimizer=False)
+            held.export = self._export(held, task)
         else:
             step = self._session.end_training(held.job)
-            target, write = state_folder(held.folder, held.epoch, step), partial(self._write, held)
-            read = self._start_reading(held)  # on the thread of the saves: one of the same step may be under way
-            held.departure = Departure("stopped", step, target, read, write, self._writer)
+            read = self._start_reading(held).result
+            held.export = AdapterExport(step, read, partial(self._write, held))
+            held.ends_as = "stopped"
 
     def _end_failed(self, held: Held, task: Task) -> None:
         self._session.forget(held.job)
@@ -291,49 +293,54 @@ class WorkerLoop:
         """Begins to read an adapter that leaves, while others train."""
         read = self._reader.submit(self._session.read(held.job, optimizer=optimizer))
         self._weights.append(read)
+        held.reading = read
         return read
 
-    def _export(self, held: Held, task: Task, read: Future[AdapterState]) -> Departure:
+    def _export(self, held: Held, task: Task) -> AdapterExport[AdapterState]:
+        assert held.reading is not None
         target = held.folder / "adapter" / f"step-{task.step}-e{held.epoch}"  # no older writer writes there
+        return AdapterExport(task.step, held.reading.result, partial(export_task, task, target=target, name=held.name))
 
-        def write(state: AdapterState) -> None:
-            export_task(task, state, target, name=held.name)
-
-        return Departure("finished", task.step, target, read, write, self._exporters)
-
-    def _advance_departure(self, held: Held, departure: Departure) -> None:
+    def _advance_export(self, held: Held, export: AdapterExport[AdapterState]) -> None:
         """Frees the place of an adapter that is read, and ends its job once it is written.
 
         While the disk takes nothing, an adapter that is done stays in memory. A job that is asked for then loses the
         steps since its newest state, which run again.
         """
         if held.place is not None:
-            self._vacate(held, departure)
-        elif departure.is_due:
-            departure.write()
-        elif (problem := departure.problem) is None:
-            self._end(held, departure.ends_as, step=departure.step, path=str(departure.target))
-        elif departure.ends_as == "finished" and problem.code not in DISK:
-            self._end(held, "failed", step=departure.step, reason=str(problem))
+            self._vacate(held, export)
+        elif export.is_due:
+            self._begin_export(held, export)
+        elif isinstance(written := export.result, Path):
+            self._end(held, held.ends_as, step=export.step, path=str(written))
+        elif isinstance(written, OSError):
+            raise written
+        elif held.ends_as == "finished" and written.code not in DISK:
+            self._end(held, "failed", step=export.step, reason=str(written))
         elif held.leaves:
-            self._not_saved(held, problem)
+            self._not_saved(held, written)
             self._end_with_newest_state(held)
         else:
-            self._not_saved(held, problem)
-            departure.write_later(AGAIN_S)
+            self._not_saved(held, written)
+            export.begin_later(AGAIN_S)
 
-    def _vacate(self, held: Held, departure: Departure) -> None:
+    def _begin_export(self, held: Held, export: AdapterExport[AdapterState]) -> None:
+        """Begins to write; a state on the thread of the saves, because one of the same step may be under way."""
+        export.begin(self._exporters if held.ends_as == "finished" else self._writer)
+
+    def _vacate(self, held: Held, export: AdapterExport[AdapterState]) -> None:
         task = self._session.tasks[held.job]
         if task.status == "failed":
             self._end_failed(held, task)
             return
-        if task.status == "done" and departure.ends_as == "stopped":  # its last step was its last of all
+        if task.status == "done" and held.ends_as == "stopped":  # its last step was its last of all
             self._evaluate(held, task)
-            held.departure = departure = self._export(held, task, departure.read)
+            held.export = export = self._export(held, task)
+            held.ends_as = "finished"
         self._session.forget(held.job)
         held.place = None
         self._link.emit("vacated", job=held.job, epoch=held.epoch)
-        departure.write()
+        self._begin_export(held, export)
 
     def _evaluate(self, held: Held, task: Task) -> None:
         assert held.place is not None
@@ -396,7 +403,7 @@ class WorkerLoop:
     def _next_to_save(self) -> Held | None:
         """Returns the job whose state is the oldest, once in a while: each of them once in `save_s`."""
         now = time.monotonic()
-        jobs = [held for held in self._held.values() if held.announced and held.departure is None]
+        jobs = [held for held in self._held.values() if held.announced and held.export is None]
         if now - self._read_at <= self._save_s / max(len(jobs), 1):
             return None
         old = [held for held in jobs if self._has_new_steps(held) and now - held.read_at > self._save_s / 2]
@@ -426,14 +433,14 @@ class WorkerLoop:
         except LoraFusionError as problem:
             self._not_saved(held, problem)
             return
-        held.state, held.kept = Path(path), state.step
-        self._link.emit("saved", job=held.job, epoch=held.epoch, step=state.step, path=path)
+        held.state, held.kept = path, state.step
+        self._link.emit("saved", job=held.job, epoch=held.epoch, step=state.step, path=str(path))
 
     def _not_saved(self, held: Held, problem: LoraFusionError) -> None:
         self._link.emit("not-saved", job=held.job, epoch=held.epoch, reason=str(problem))
 
-    def _write(self, held: Held, state: AdapterState) -> str:
-        return str(state.write(state_folder(held.folder, held.epoch, state.step)))
+    def _write(self, held: Held, state: AdapterState) -> Path:
+        return state.write(state_folder(held.folder, held.epoch, state.step))
 
     def _listen(self, event: RunEvent) -> None:
         row = event.row()
