@@ -31,7 +31,7 @@ from lorafusion_jax.models.checkpoint import Stored, list_tensors, plain_index, 
 from lorafusion_jax.models.decoder import Decoder
 from lorafusion_jax.models.expert_files import as_stored, read_parts
 from lorafusion_jax.models.naming import Tensor, frozen_tensors
-from lorafusion_jax.models.quantised_kernels import ShardingRule, read_kernel, tensors_of, transposed_sharding
+from lorafusion_jax.models.quantised_kernels import ShardingRule, on_host, read_kernel, tensors_of, transposed_sharding
 from lorafusion_jax.models.stand_ins import stand_ins
 from lorafusion_jax.weights.checkpoint_formats import FLOATS, FORMATS, CheckpointFormat, TensorSpec, check_stored_as
 from lorafusion_jax.weights.entry import Entry
@@ -291,6 +291,12 @@ def _read_tensor(
             return read_parts(tensor.parts, stored, cut)
         return _contiguous(read_slice(stored[tensor.name], tensor.name, cut))
 
+    def leaf_part(index: tuple[slice, ...] | None) -> np.ndarray:
+        values = part(index[::-1] if index and tensor.transposed else index)
+        return _contiguous(values.T if tensor.transposed else values).astype(dtype)
+
+    if kind is None and on_host(target):
+        return jax.make_array_from_callback(tensor.leaf_shape, target, leaf_part)
     x = jax.make_array_from_callback(tensor.shape, on_disk, part)
     if kind is None:
         return _convert(dtype, tensor.transposed, target)(x)

@@ -91,6 +91,14 @@ def _transpose(target: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: x.T, out_shardings=target)
 
 
+def on_host(sharding: Sharding) -> bool:
+    """Whether arrays of this sharding are in the host's memory.
+
+    numpy makes such an array in less time than XLA compiles a program for its shape.
+    """
+    return all(device.platform == "cpu" for device in sharding.device_set)
+
+
 def transposed_sharding(sharding: Sharding) -> Sharding:
     """The sharding of an [N, K] matrix whose transpose has the given sharding."""
     if not isinstance(sharding, NamedSharding):

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lorafusion_jax.models.naming import Tensor
-from lorafusion_jax.models.quantised_kernels import ShardingRule
+from lorafusion_jax.models.quantised_kernels import ShardingRule, on_host
 from lorafusion_jax.weights.table import StoredKind
 
 STAND_IN = 0.01  # not zero: kinds of adapters may divide by the norm of a column
@@ -44,4 +44,6 @@ def stand_ins(tensors: Sequence[Tensor], kind: StoredKind | None, dtype: np.dtyp
 @lru_cache(maxsize=64)
 def _fill(shape: tuple[int, ...], dtype: np.dtype, target: Sharding) -> Callable[[], jax.Array]:
     value = STAND_IN if jnp.issubdtype(dtype, jnp.inexact) else 1
+    if on_host(target):
+        return lambda: jax.device_put(np.full(shape, value, dtype), target)
     return jax.jit(lambda: jnp.full(shape, value, dtype), out_shardings=target)

@@ -50,6 +50,19 @@ def test_kernels_are_transposed_and_tables_are_not():
     assert len(loaded) == len(stored)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_weights_of_accelerators_are_those_of_the_host(dtype, monkeypatch):
+    """An accelerator turns and rounds matrices by compiled programs, the host by numpy."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("rows",))
+
+    def rule(name, shape):
+        return NamedSharding(mesh, PartitionSpec("rows") if len(shape) == 2 else PartitionSpec())
+
+    on_host = leaves(load_decoder(PLAIN, dtype=dtype, sharding=rule))
+    monkeypatch.setattr(loading, "on_host", lambda sharding: False)
+    chex.assert_trees_all_equal(leaves(load_decoder(PLAIN, dtype=dtype, sharding=rule)), on_host)
+
+
 def test_lora_leaves_are_those_of_a_fresh_decoder():
     fresh = leaves(Decoder(ModelConfig.from_hf(PLAIN), ADAPTERS, dtype=jnp.float32))
     loaded = leaves(load_decoder(PLAIN, ADAPTERS, dtype=jnp.bfloat16))
