@@ -35,7 +35,7 @@ class Texts(Shown, Sequence["Generated"]):
 
     def of(self, adapter: str) -> list[str]:
         """The texts of one adapter, in order of the prompts."""
-        return [generated.text for generated in self.texts if generated.adapter == adapter]
+        return [text.text for text in self.texts if text.adapter == adapter]
 
     def _show(self, console: Console) -> None:
         from lorafusion_jax.report.generated import show_texts
@@ -76,8 +76,8 @@ def generate(
     Raises:
         LoraFusionError: the errors of `lorafusion generate`.
     """
-    opened = open_generator(source, adapters=adapters, base=base, dtype=dtype, quantize=quantize, step=step)
-    return opened.generate(prompts, raw=raw, system=system, samples=samples, **sampling)
+    generator = open_generator(source, adapters=adapters, base=base, dtype=dtype, quantize=quantize, step=step)
+    return generator.generate(prompts, raw=raw, system=system, samples=samples, **sampling)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -132,9 +132,9 @@ def open_generator(
 
     names = (adapters,) if isinstance(adapters, str) else tuple(adapters)
     path = source.folder if isinstance(source, Run) else source
-    chosen = find_source(path, names, base=base, dtype=dtype, quantize=quantize, step=step)
+    generation_source = find_source(path, names, base=base, dtype=dtype, quantize=quantize, step=step)
     prepare_machine()
-    return OpenGenerator(TextGenerator(chosen))
+    return OpenGenerator(TextGenerator(generation_source))
 
 
 def _listed(prompts: Prompts) -> Sequence[Any]:

@@ -102,10 +102,10 @@ def _with_stored_rows(job: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         DataError: `data.bad-row`, `data.empty-file`.
     """
-    stored, adapters = _with_files(job), job.get("adapters")
+    job_of_files, adapters = _with_files(job), job.get("adapters")
     if isinstance(adapters, list | tuple):
-        stored = {**stored, "adapters": [_with_files(entry) for entry in adapters]}
-    return stored
+        job_of_files = {**job_of_files, "adapters": [_with_files(entry) for entry in adapters]}
+    return job_of_files
 
 
 def _with_files(entry: Any) -> Any:

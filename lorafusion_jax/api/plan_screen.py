@@ -31,10 +31,10 @@ def show_plan(console: Console, planned: Planned) -> None:
         f"capacity {sizes(config.batch.sizes)} tokens\n",
         highlight=False,
     )
-    shown, rest = most_telling(planned.adapters, lambda adapter: adapter.tokens)
-    console.print(_adapters(shown))
-    if rest:
-        say(console, rest)
+    adapters, omission = most_telling(planned.adapters, lambda adapter: adapter.tokens)
+    console.print(_adapters(adapters))
+    if omission:
+        say(console, omission)
     bubbles = f"   bubbles {percent(times.bubble_share)}" if times else ""
     console.print(
         f"\nmicrobatches {exact(plan.num_slots - plan.num_noops)}   capacity used {percent(plan.density)}   "
@@ -126,9 +126,9 @@ def show_memory(console: Console, memory: PredictedMemory) -> None:
     if memory.advice:
         say(console, f"  to make it fit: {memory.advice}", "bold red")
     layers = " + ".join(map(str, memory.layers))
-    stored = "" if memory.quantize == NONE else f", projections stored as {memory.quantize}"
-    say(console, f"  layers {layers}, saved for backward: {memory.remat}{stored}")
-    if stored:
+    base_format = "" if memory.quantize == NONE else f", projections stored as {memory.quantize}"
+    say(console, f"  layers {layers}, saved for backward: {memory.remat}{base_format}")
+    if base_format:
         say(console, "  what that does to the base model: lorafusion check JOBS --base-loss")
     say(console, f"  not modelled: {', '.join(NOT_MODELLED)}")
 

@@ -141,14 +141,14 @@ def train(
     """
     from lorafusion_jax.training import train as run
 
-    read = job_of(job)
-    folder = RunFolder.of(out).path if out is not None else Path("runs") / read.name
-    chosen = plan.plan if isinstance(plan, JobPlan) else plan
+    job_to_run = job_of(job)
+    folder = RunFolder.of(out).path if out is not None else Path("runs") / job_to_run.name
+    plan_to_run = plan.plan if isinstance(plan, JobPlan) else plan
 
     def work(listeners: Sequence[Listener]) -> Any:
-        return run(read.config, folder, plan=chosen, listeners=listeners, verify_base=verify_base)
+        return run(job_to_run.config, folder, plan=plan_to_run, listeners=listeners, verify_base=verify_base)
 
-    return _run_with_progress(folder, read.config, work, progress)
+    return _run_with_progress(folder, job_to_run.config, work, progress)
 
 
 def resume(
@@ -203,8 +203,8 @@ def _run_with_progress(folder: Path, config: JobConfig, work: Work, progress: Pr
         if progress is True:
             watch(terminal(), folder, config, work, **({"view": notebook_screen} if in_notebook() else {}))
         else:
-            with trackers(config, folder) as others:
-                work([*others, *([progress] if callable(progress) else [])])
+            with trackers(config, folder) as listeners:
+                work([*listeners, *([progress] if callable(progress) else [])])
     except Interrupted as problem:
         problem.add_note(f'the state is saved; continue with lorafusion_jax.resume("{folder}")')
         raise

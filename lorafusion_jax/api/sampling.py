@@ -149,8 +149,8 @@ def _sequence(answer: Answer, stop_ids: frozenset[int]) -> SampledSequence:
     if answer.end_token is not None and answer.end_logprob is not None:
         tokens.append(answer.end_token)
         logprobs.append(answer.end_logprob)
-    ended = answer.end == "stop"
+    at_stop = answer.end == "stop"
     first = next((at for at, token in enumerate(tokens) if token in stop_ids), None)
     if first is not None:
-        tokens, logprobs, ended = tokens[: first + 1], logprobs[: first + 1], True
-    return SampledSequence(tokens=tokens, logprobs=logprobs, stop_reason="stop" if ended else "length")
+        tokens, logprobs, at_stop = tokens[: first + 1], logprobs[: first + 1], True
+    return SampledSequence(tokens=tokens, logprobs=logprobs, stop_reason="stop" if at_stop else "length")

@@ -41,24 +41,24 @@ def run_numbers(run: Path) -> dict:
     last = metrics.slots[-1] if metrics.slots else {}
     adapters = {}
     for job in plan.jobs:
-        numbers, ended = metrics.adapters.get(job.name, {}), ends.get(job.name)
+        numbers, end = metrics.adapters.get(job.name, {}), ends.get(job.name)
         adapters[job.name] = {
-            "status": _status(ended),
+            "status": _status(end),
             "step": numbers.get("step") or 0,
             "steps": job.num_batches,
             "loss": numbers.get("loss"),
             "held_out_before": numbers.get("before"),
             "held_out_after": numbers.get("after"),
             "eta_s": (last.get("adapter_eta_s") or {}).get(job.name),
-            "reason": (ended or {}).get("reason", ""),
+            "reason": (end or {}).get("reason", ""),
         }
     began = next((event for event in reversed(events) if event["kind"] == "started"), {})
     changes = [event for event in events if event["kind"] in ("started", *STATES)]
     state, reason = _state(changes, holder)
     if state == "finished":
         _add_lost_ends(run, adapters)
-    evaluated = {name: metrics.adapters.get(name, {}).get("evaluated", {}) for name in adapters}
-    ranking, stops = _rank(folder, adapters, evaluated), early_stops(events)
+    evaluations = {name: metrics.adapters.get(name, {}).get("evaluated", {}) for name in adapters}
+    ranking, stops = _rank(folder, adapters, evaluations), early_stops(events)
     times = [metrics.time, *(row.get("time") for row in events[-1:])]
     last_row = max((moment for moment in times if moment is not None), default=folder.plan_file.stat().st_mtime)
     return {
@@ -95,9 +95,9 @@ def _add_lost_ends(run: Path, adapters: dict[str, dict]) -> None:
         return
     with suppress(LoraFusionError):
         position = read_position(run / "state") or {}
-        for name, ended in position.get("adapters", {}).items():
+        for name, end in position.get("adapters", {}).items():
             if name in lost:
-                adapters[name] |= {"status": ended["status"], "reason": ended.get("reason", "")}
+                adapters[name] |= {"status": end["status"], "reason": end.get("reason", "")}
 
 
 def _rank(folder: RunFolder, adapters: dict[str, dict], evaluated: dict[str, dict]) -> Ranking:
@@ -122,12 +122,12 @@ def _phase(holder: dict, start: dict | None) -> dict:
 
 def _starting_numbers(run: Path, holder: dict, start: dict) -> dict:
     """`run_numbers` of a run that has no plan yet."""
-    ended = holder["alive"] is False
-    reason = f"its start was cut: process {holder.get('process')} has ended" if ended else ""
+    is_stopped = holder["alive"] is False
+    reason = f"its start was cut: process {holder.get('process')} has ended" if is_stopped else ""
     numbers = dict.fromkeys(("plan", "eta_s", "device", "mesh", "layers", "remat", "peak_bytes", "throughput"))
     return {
         "run": str(run),
-        "state": "stopped" if ended else "starting",
+        "state": "stopped" if is_stopped else "starting",
         "alive": holder["alive"],
         **numbers,
         "slot": 0,
@@ -170,13 +170,13 @@ def runs_screen(runs: list[dict]) -> Table:
         if "adapters" not in run:
             table.add_row(Path(run["run"]).name, state, *["–"] * 4, escape(run["reason"]))
             continue
-        done = f"{run['slot'] / run['slots']:.0%}" if run["slots"] else "–"
+        progress = f"{run['slot'] / run['slots']:.0%}" if run["slots"] else "–"
         trains = run["state"] == "running" and run["phase"] is None and run["eta_s"] is not None
         best = ", ".join(f"{name} {run['adapters'][name]['value']:.4f}" for name in run["best"])
         table.add_row(
             Path(run["run"]).name,
             state,
-            done,
+            progress,
             str(len(run["adapters"])) if run["adapters"] else "–",
             duration(run["eta_s"]) if trains else "–",
             f"{duration(run['last_news_s'])} ago",
@@ -233,8 +233,8 @@ def status_screen(numbers: dict) -> Group:
     notes = []
     if not numbers["adapters"]:
         return Group(head)
-    shown, rest = most_telling(numbers["adapters"], lambda row: (bool(row["reason"]), row["status"] == "running"))
-    for name, row in shown.items():
+    rows, omission = most_telling(numbers["adapters"], lambda row: (bool(row["reason"]), row["status"] == "running"))
+    for name, row in rows.items():
         losses = [
             "–" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "held_out_before", "held_out_after")
         ]
@@ -247,7 +247,7 @@ def status_screen(numbers: dict) -> Group:
             notes.append(Text(f"{name}: {row['reason']}; kept step {row['step']}", style="red"))
         elif worse := got_worse(name, row["held_out_before"], row["held_out_after"]):
             notes.append(Text(worse, style="yellow"))
-    notes += [Text(rest)] if rest else []
+    notes += [Text(omission)] if omission else []
     speed = numbers["throughput"]
     rates = (
         [

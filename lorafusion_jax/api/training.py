@@ -227,7 +227,7 @@ class TrainingClient:
         outputs = self._run_rows(rows, "cross_entropy", None, forward_only=True).result().loss_fn_outputs
         logprobs = [output["logprobs"] for output in outputs]
         loss, metrics, gradients = _differentiate(loss_fn, data, logprobs, returns_gradients)
-        weighted = [
+        surrogate_rows = [
             Row(tokens=row.tokens, inputs={**row.inputs, WEIGHTS: -np.asarray(gradient)})
             for row, gradient in zip(rows, gradients, strict=True)
         ]
@@ -238,7 +238,7 @@ class TrainingClient:
                 loss_fn_outputs=result.outputs, metrics={**metrics, "loss:sum": loss, **surrogate}
             )
 
-        return CallFuture(self._stream.submit(ForwardBackward(rows=weighted)), read)
+        return CallFuture(self._stream.submit(ForwardBackward(rows=surrogate_rows)), read)
 
     def optim_step(self, adam_params: Any = None, **numbers: float) -> CallFuture[StepDone]:
         """Takes a step of AdamW with what was added since the last one; without any of it, with gradients of zero.
@@ -319,8 +319,8 @@ class TrainingClient:
     ) -> CallFuture[Path]:
         if target.exists() and not overwrite:
             raise RunError("save.exists", f"{target} exists.", fix="another path, or overwrite=True")
-        read = self._stream.submit(call)
-        return CallFuture(self._shared.writers.submit(lambda: write(read.result(), target)))
+        state = self._stream.submit(call)
+        return CallFuture(self._shared.writers.submit(lambda: write(state.result(), target)))
 
     def _load(self, path: str | Path, *, optimizer: bool) -> CallFuture[None]:
         state = AdapterState.read(Path(path), self._task.adapter)
@@ -375,8 +375,8 @@ def _row(datum: Any) -> Row:
 
 
 def _tokens(model_input: Any) -> np.ndarray:
-    read = getattr(model_input, "to_ints", None)
-    return np.asarray(model_input if read is None else read())
+    to_ints = getattr(model_input, "to_ints", None)
+    return np.asarray(model_input if to_ints is None else to_ints())
 
 
 def _array(value: Any) -> np.ndarray:
@@ -384,8 +384,8 @@ def _array(value: Any) -> np.ndarray:
     rows = getattr(value, "sparse_crow_indices", None)
     if rows is not None:
         return dense(np.asarray(value.data), rows, value.sparse_col_indices, value.shape)
-    read = getattr(value, "to_numpy", None)
-    return np.asarray(value if read is None else read())
+    to_numpy = getattr(value, "to_numpy", None)
+    return np.asarray(value if to_numpy is None else to_numpy())
 
 
 def _targets_of(row: Row, weights: Callable[[tuple[int, ...]], np.ndarray]) -> dict[str, np.ndarray]:
@@ -403,8 +403,8 @@ def _differentiate(
         import jax
         import jax.numpy as jnp
 
-        differentiated = jax.value_and_grad(lambda arrays: loss_fn(data, arrays), has_aux=True)
-        (loss, metrics), gradients = differentiated([jnp.asarray(array) for array in logprobs])
+        loss_and_gradients = jax.value_and_grad(lambda arrays: loss_fn(data, arrays), has_aux=True)
+        (loss, metrics), gradients = loss_and_gradients([jnp.asarray(array) for array in logprobs])
     if len(gradients) != len(logprobs):
         raise CallError("call.inputs", f"{len(gradients)} gradients for {len(logprobs)} data.")
     return float(loss), {name: float(value) for name, value in metrics.items()}, list(gradients)
@@ -417,8 +417,8 @@ def _step(params: Any, numbers: Mapping[str, float]) -> OptimStep:
     if params is None:
         return OptimStep(**numbers)
     if numbers or not all(hasattr(params, name) for name in names):
-        received = "adam_params and its numbers" if numbers else f"a {type(params).__name__}"
+        argument = "adam_params and its numbers" if numbers else f"a {type(params).__name__}"
         raise CallError(
-            "call.optimizer", f"optim_step was given {received}.", fix="lf.AdamParams(…), or its numbers alone"
+            "call.optimizer", f"optim_step was given {argument}.", fix="lf.AdamParams(…), or its numbers alone"
         )
     return OptimStep(**{name: getattr(params, name) for name in names})

@@ -28,7 +28,7 @@ def watch(
         return work([])
     every = config.train.log_every_s
     with (
-        trackers(config, folder) as others,
+        trackers(config, folder) as listeners,
         view(folder.name, console, LINE_EVERY_S if every is None else every) as screen,
     ):
-        return work([screen, *others])
+        return work([screen, *listeners])
