@@ -50,9 +50,9 @@ def head_line(
         ends = time.strftime("%H:%M", time.localtime(time.time() + speed.eta_s))
         useful = f"{tokens} ({count(speed.useful_tokens_per_s or 0)} useful)"
         idle, beside_plan = _bubbles(speed.bubble_share, predicted_bubbles)
-        waiting = waits(speed.paused_share, speed.paused_s).strip(" ·")
+        pauses = waits(speed.paused_share, speed.paused_s).strip(" ·")
         choices = (
-            [useful, beside_plan, waiting, f"{eta}, at {ends}"],
+            [useful, beside_plan, pauses, f"{eta}, at {ends}"],
             [useful, beside_plan, f"{eta}, at {ends}"],
             [useful, beside_plan, eta],
             [tokens, beside_plan, eta],  # the useful share is constant: the plan's density
@@ -81,8 +81,8 @@ def adapter_lines(rows: Mapping[str, Row], speed: SlotDone | None, width: int) -
     columns = _fit_columns(cells, width - name_width - 1)
     lines = []
     for name, row in rows.items():
-        shown = name if len(name) <= name_width else name[: name_width - 1] + "…"
-        start = f" {shown:<{name_width}}"
+        label = name if len(name) <= name_width else name[: name_width - 1] + "…"
+        start = f" {label:<{name_width}}"
         if row.failure:
             lines += _failure(start, row.failure, width)
             continue
@@ -97,11 +97,11 @@ def plain_state(rows: Mapping[str, Row], most: int = 6) -> str:
     """The adapters in one line of a log; many adapters are summarised."""
     if len(rows) <= most:
         return "  |  ".join(f"{name} {_plain(row)}" for name, row in rows.items())
-    done = sum(row.done for row in rows.values())
-    failed = sum(bool(row.failure) for row in rows.values())
+    num_done = sum(row.done for row in rows.values())
+    num_failed = sum(bool(row.failure) for row in rows.values())
     losses = [row.loss for row in rows.values() if row.loss is not None and not row.failure]
     mean = f", mean loss {sum(losses) / len(losses):.3f}" if losses else ""
-    return f"{len(rows)} adapters: {done} done, {failed} failed{mean}"
+    return f"{len(rows)} adapters: {num_done} done, {num_failed} failed{mean}"
 
 
 def _plain(row: Row) -> str:
@@ -159,11 +159,11 @@ def _style(column: str, row: Row) -> str:
 
 def _failure(start: str, text: str, width: int) -> list[Text]:
     indent = " " * (len(start) + GAP)
-    wrapped = textwrap.wrap(
+    lines = textwrap.wrap(
         text,
         max(width, len(indent) + 20),
         initial_indent=start + " " * GAP,
         subsequent_indent=indent,
         break_on_hyphens=False,
     )
-    return [Text(line, style="bold red", no_wrap=True, overflow="ellipsis") for line in wrapped]
+    return [Text(line, style="bold red", no_wrap=True, overflow="ellipsis") for line in lines]

@@ -53,8 +53,8 @@ def _notes_of_set(who: str, samples: TokenizedSet, settings: DataSettings, tile:
         yield from _notes(who, samples.report, samples.rows, samples.lengths, settings, tile)
         return
     for part, report in enumerate(samples.report.parts):
-        chosen = samples.parts == part
-        rows, lengths = samples.rows[chosen], samples.lengths[chosen]
+        in_part = samples.parts == part
+        rows, lengths = samples.rows[in_part], samples.lengths[in_part]
         yield from _notes(f"{who}: {report.source}", report, rows, lengths, settings, tile)
 
 
@@ -64,18 +64,18 @@ def _notes(
     limit = settings.max_length
     longer = _suggest_length(report.uncut, limit, tile)
     if report.cut:
-        cut = rows[lengths == limit]  # may include uncut rows of exactly this length
-        which = f": {_rows(cut.tolist())}" if len(cut) == report.cut else ""
+        full_rows = rows[lengths == limit]  # may include uncut rows of exactly this length
+        which = f": {_rows(full_rows.tolist())}" if len(full_rows) == report.cut else ""
         yield (
             f"{who}: {_share(report.cut, report.rows)} are cut at {exact(limit)} tokens{which}\n"
             f"    {longer}, or set data.on_long: drop"
         )
     if report.dropped:
-        lost = _share(len(report.dropped), report.rows)
-        yield f"{who}: {lost} have no token to learn from and are left out: {_rows(report.dropped)}"
+        share = _share(len(report.dropped), report.rows)
+        yield f"{who}: {share} have no token to learn from and are left out: {_rows(report.dropped)}"
     if report.too_long:
-        lost = _share(len(report.too_long), report.rows)
-        yield f"{who}: {lost} exceed {exact(limit)} tokens and are left out: {_rows(report.too_long)}\n    {longer}"
+        share = _share(len(report.too_long), report.rows)
+        yield f"{who}: {share} exceed {exact(limit)} tokens and are left out: {_rows(report.too_long)}\n    {longer}"
 
 
 def _share(some: int, rows: int) -> str:

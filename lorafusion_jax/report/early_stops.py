@@ -39,12 +39,12 @@ def early_stops(events: Iterable[Mapping[str, Any]]) -> EarlyStops:
     >>> early_stops([stop, again]).lines(2.0)
     ['b: ended early at step 4 of 9: …', 'early stops spared 5 microbatches, about 10 s']
     """
-    reasons, spared = {}, 0
+    reasons, microbatches = {}, 0
     for event in events:
         if event["kind"] == AdapterChanged.kind and event["action"] == "stop":
             reasons[event["adapter"]] = event.get("reason", "")
         elif event["kind"] == AdapterChanged.kind and event["action"] == "extend":
             reasons.pop(event["adapter"], None)
         elif event["kind"] == PlanRevised.kind and event.get("stopped"):
-            spared += event["slots_left_before"] - event["slots_left"]
-    return EarlyStops(reasons=reasons, spared=spared)
+            microbatches += event["slots_left_before"] - event["slots_left"]
+    return EarlyStops(reasons=reasons, spared=microbatches)

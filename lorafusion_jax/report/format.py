@@ -45,9 +45,9 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     if round(seconds) < 60:
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_over = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes}m{rest:02d}"
+        return f"{minutes}m{seconds_over:02d}"
     hours, minutes = divmod(round(seconds / 60), 60)
     if hours < 48:
         return f"{hours}h{minutes:02d}"
@@ -89,9 +89,9 @@ def layout(mesh: Mapping[str, int], layers: Sequence[int | float], remat: str) -
     parts = [f"{stages} stages ({' + '.join(map(str, layers))} layers)"] if stages > 1 else []
     parts += [f"{replicas} replicas"] if replicas > 1 else []
     parts += [f"{mesh['tensor']} devices per layer"] if mesh["tensor"] > 1 else []
-    shared = f", {mesh['fsdp']} share a copy of the base" if mesh["fsdp"] > 1 else ""
-    saved = f"saved for backward: {remat}" if remat != "everything" else ""
-    return "  ·  ".join(text for text in (" × ".join(parts) + shared, saved) if text)
+    sharing = f", {mesh['fsdp']} share a copy of the base" if mesh["fsdp"] > 1 else ""
+    remat_text = f"saved for backward: {remat}" if remat != "everything" else ""
+    return "  ·  ".join(text for text in (" × ".join(parts) + sharing, remat_text) if text)
 
 
 def better_layers(layers: Sequence[int | float], saving: float) -> str:

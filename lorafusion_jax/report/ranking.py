@@ -100,11 +100,11 @@ def rank(
         return status[name] in OUT_OF_RACE, value is None, measure[name].sort_key(value)
 
     members = [sorted(names, key=key) for names in together.values()]
-    compared = [
+    candidates = [
         {name: value for name in names if status[name] not in OUT_OF_RACE and (value := values[name]) is not None}
         for names in members
     ]
-    groups = [group for group in compared if len(group) > 1]
+    groups = [group for group in candidates if len(group) > 1]
     return Ranking(
         order=tuple(name for names in members for name in names),
         groups=tuple(map(tuple, groups)),
@@ -124,5 +124,5 @@ def _best_line(values: Mapping[str, float], measure: Measure) -> str:
 
 def adapter_to_export(status: Mapping[str, str], steps: Mapping[str, int], best: Sequence[str]) -> str | None:
     """The adapter that a next command should name: the best one, else the first that trained and was not stopped."""
-    trained = [name for name in (*best, *status) if steps[name]]
-    return next((name for name in trained if status[name] not in OUT_OF_RACE), next(iter(trained), None))
+    candidates = [name for name in (*best, *status) if steps[name]]
+    return next((name for name in candidates if status[name] not in OUT_OF_RACE), next(iter(candidates), None))

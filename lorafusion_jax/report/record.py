@@ -17,13 +17,13 @@ SCHEMA = 2  # from 2 on, all files of a run have digests
 
 def versions() -> dict[str, str]:
     """Versions of the packages that compute; "-" if a package is not installed."""
-    installed = {"python": platform.python_version()}
+    version_by_package = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            installed[name] = version(name)
+            version_by_package[name] = version(name)
         except PackageNotFoundError:
-            installed[name] = "-"
-    return installed
+            version_by_package[name] = "-"
+    return version_by_package
 
 
 def make_record(
@@ -53,10 +53,10 @@ def make_record(
 def other_versions(record: dict) -> str | None:
     """Names packages whose version has changed since the run started."""
     before, now = record.get("versions", {}), versions()
-    changed = [
+    changes = [
         f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]
     ]
-    return f"{', '.join(changed)}: results may differ by rounding from here on" if changed else None
+    return f"{', '.join(changes)}: results may differ by rounding from here on" if changes else None
 
 
 def other_table(record: dict, now: str) -> str | None:
@@ -95,11 +95,11 @@ def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str |
         ("eval", "held-out data", eval_digests(prepared)),
     ):
         before = record[key]
-        changed = [name for name in now if before.get(name) != now[name]]
-        if changed:
+        adapters = [name for name in now if before.get(name) != now[name]]
+        if adapters:
             raise CheckpointError(
                 "run.data-changed",
-                f"the {label} of {', '.join(changed)} changed since the run started.",
+                f"the {label} of {', '.join(adapters)} changed since the run started.",
                 fix="restore the files, or start a new run with lorafusion train",
             )
 

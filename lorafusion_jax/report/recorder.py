@@ -84,13 +84,13 @@ def _cut_after(path: Path, slot: int) -> None:
     if not path.exists():
         return
     with naming(path), path.open("r+b") as file:
-        end, rest = file.seek(0, 2), b""
+        end, partial_line = file.seek(0, 2), b""
         while end:
             start = max(end - CHUNK, 0)
             file.seek(start)
-            block = file.read(end - start) + rest
+            block = file.read(end - start) + partial_line
             lines = split_lines(block)
-            rest = lines.pop(0) if start else b""  # it may start in the previous chunk
+            partial_line = lines.pop(0) if start else b""  # it may start in the previous chunk
             line_end = start + len(block)
             for line in reversed(lines):
                 row = parse_row(line)

@@ -214,9 +214,9 @@ class Screen:
         self._phase = ""
         began, ended = event.parts["base"]
         programs = f"  ·  {exact(event.compiled)} programs compiled, {exact(event.from_cache)} from the cache"
-        counted = programs if event.compiled or event.from_cache else ""
-        cached = ", quantised by an earlier run," * event.base_from_cache
-        self._line(f"read the base{cached} in {duration(ended - began)}{counted}")
+        compilations = programs if event.compiled or event.from_cache else ""
+        cache_note = ", quantised by an earlier run," * event.base_from_cache
+        self._line(f"read the base{cache_note} in {duration(ended - began)}{compilations}")
 
     def _on_compiled(self, event: ProgramCompiled) -> None:
         self._phase, self._phase_since = "first steps", time.monotonic()
@@ -252,8 +252,8 @@ class Screen:
     def _on_eval(self, event: AdapterEvaluated) -> None:
         self._phase = ""
         self._row(event).eval_loss = event.eval_loss
-        others = "".join(f"  {name.removeprefix('eval_')} {value:.4g}" for name, value in event.metrics.items())
-        self._line(f"{event.adapter}  step {event.step}  held-out loss {event.eval_loss:.4f}{others}")
+        metrics = "".join(f"  {name.removeprefix('eval_')} {value:.4g}" for name, value in event.metrics.items())
+        self._line(f"{event.adapter}  step {event.step}  held-out loss {event.eval_loss:.4f}{metrics}")
 
     def _on_failed(self, event: AdapterFailed) -> None:
         self._row(event).failure = _failure(event.reason, event.kept_step)

@@ -51,16 +51,16 @@ def report_page(runs: Sequence[ReportedRun], *, refresh_s: int | None = None) ->
     page = files("lorafusion_jax.report.page")
     names = _run_names(runs)
     points = points_of_curve(sum(len(run.numbers["adapters"]) for run in runs))
-    described = [_describe_run(run, name, points) for run, name in zip(runs, names, strict=True)]
+    run_rows = [_describe_run(run, name, points) for run, name in zip(runs, names, strict=True)]
     adapters = [
         adapter | {"run": name, "label": f"{name}/{adapter['name']}" if len(runs) > 1 else adapter["name"]}
-        for name, run in zip(names, described, strict=True)
+        for name, run in zip(names, run_rows, strict=True)
         for adapter in run.pop("adapters")
     ]
     for adapter, color in zip(adapters, palette(len(adapters)), strict=True):
         adapter["color"] = color
     _mark_best(adapters)
-    data = {"runs": described, "adapters": adapters, "several": len(runs) > 1}
+    data = {"runs": run_rows, "adapters": adapters, "several": len(runs) > 1}
     fields = {
         "@TITLE@": escape(" · ".join(names)),
         "@REFRESH@": f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else "",
@@ -146,9 +146,9 @@ def _tiles(numbers: Mapping[str, Any], speed: Mapping[str, Any], seconds: float 
 def _trained_seconds(run: ReportedRun) -> float | None:
     """Seconds of slots: of a finished run as it says, of another from its rate."""
     events = read_rows(run.folder / "events.jsonl")
-    finished = [event["seconds"] for event in events if event["kind"] == "finished"]
-    if finished:
-        return finished[-1]
+    totals = [event["seconds"] for event in events if event["kind"] == "finished"]
+    if totals:
+        return totals[-1]
     slot_s = (run.numbers["throughput"] or {}).get("slot_seconds")
     return None if slot_s is None else slot_s * run.numbers["slot"]
 
@@ -156,14 +156,14 @@ def _trained_seconds(run: ReportedRun) -> float | None:
 def _limits(folder: Path, speed: Mapping[str, Any], seconds: float | None) -> list[str]:
     """Sentences on what costs the run time, the largest first."""
     events = read_rows(folder / "events.jsonl")
-    started = next((event for event in reversed(events) if event["kind"] == "started"), {})
+    start = next((event for event in reversed(events) if event["kind"] == "started"), {})
     limits: list[tuple[float, str]] = []
-    if (density := started.get("density")) is not None and density < FULL_DENSITY:
+    if (density := start.get("density")) is not None and density < FULL_DENSITY:
         why = "microbatches are {} full; another batch.capacity_tokens or more adapters may fill them better"
         limits.append((1 - density, why.format(percent(density))))
-    if (paused := speed.get("paused_share")) and paused > LOW_WAIT:
+    if (pause_share := speed.get("paused_share")) and pause_share > LOW_WAIT:
         parts = ", ".join(f"{label} {duration(s)}" for label, s in (speed.get("paused_s") or {}).items())
-        limits.append((paused, f"training waited for {percent(paused)} of the time ({parts})"))
+        limits.append((pause_share, f"training waited for {percent(pause_share)} of the time ({parts})"))
     if references := reference_share(events, seconds):
         limits.append(references)
     try:
@@ -182,9 +182,9 @@ def _mark_best(adapters: Sequence[dict[str, Any]]) -> None:
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     for adapter in adapters:
-        compared = adapter.pop("compared")
+        group_key = adapter.pop("compared")
         if adapter["best"] is not None and adapter["status"] not in ("failed", "cancelled"):
-            groups.setdefault(compared, []).append(adapter)
+            groups.setdefault(group_key, []).append(adapter)
     for (_, measure), group in groups.items():
         if len(group) > 1:
             min(group, key=lambda adapter: measure.sort_key(adapter["best"][1]))["is_best"] = True

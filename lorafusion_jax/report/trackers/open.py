@@ -68,8 +68,8 @@ class _Guarded:
     def _log(self, event: RunEvent) -> None:
         name, step = (event.adapter, event.step) if isinstance(event, AdapterEvent) else (RUN, event.slot)
         if name not in self._opened:
-            named = [adapter for adapter in self._config.adapters if adapter.name == name]
-            settings = hyperparameters(named[0], self._config) if named else {}
+            adapters = [adapter for adapter in self._config.adapters if adapter.name == name]
+            settings = hyperparameters(adapters[0], self._config) if adapters else {}
             self._tracker.open(name, settings, first_step=self._taken.get(name, 0))
             self._opened.add(name)
         self._tracker.log(name, scalars(event), step)

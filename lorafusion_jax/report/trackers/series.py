@@ -58,8 +58,8 @@ def scalars(event: RunEvent) -> dict[str, float]:
 def hyperparameters(adapter: AdapterConfig, config: JobConfig) -> dict[str, Value]:
     """The settings of an adapter that are set, by dotted key; lists and tables as texts."""
     settings = adapter.model_dump(mode="json", exclude={"name", "extended", "early_stop"})
-    shared = {"base.model": Path(config.base.model).name, "base.quantize": config.base.quantize}
-    return shared | dict(_flat(settings, ""))
+    base_settings = {"base.model": Path(config.base.model).name, "base.quantize": config.base.quantize}
+    return base_settings | dict(_flat(settings, ""))
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Value]]:
