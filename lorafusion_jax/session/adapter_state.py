@@ -111,8 +111,8 @@ class AdapterState:
             )
         parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in (WEIGHT, OPTIMIZER, SUMS, TOTALS)}
         for name, tensor in tensors.items():
-            part, _, rest = name.partition("/")
-            parts.setdefault(part, {})[rest] = tensor
+            part, _, leaf = name.partition("/")
+            parts.setdefault(part, {})[leaf] = tensor
         state = AdapterState(
             step=note["step"],
             data=note["data"],
@@ -133,9 +133,9 @@ def check_optimizer(adapter: AdapterConfig, state: AdapterState, where: str) -> 
     trained = {name: leaf for name, leaf in weights.items() if name.rpartition(".")[2] not in constant}
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in trained.items()}
     empty = by_path(jax.eval_shape(transformation(adapter.optim, zero_hyper(adapter.optim)).init, shapes))
-    needed = {path: (leaf.shape, leaf.dtype) for path, leaf in empty.items()}
+    expected = {path: (leaf.shape, leaf.dtype) for path, leaf in empty.items()}
     stored = {path: (leaf.shape, leaf.dtype) for path, leaf in state.optimizer.items()}
-    if wrong := [path for path in needed | stored if stored.get(path) != needed.get(path)]:
+    if wrong := [path for path in expected | stored if stored.get(path) != expected.get(path)]:
         raise CheckpointError(
             "state.mismatch",
             f"{where} is not a state of {adapter.name} with optimizer {adapter.optim.name}.",

@@ -42,8 +42,8 @@ def close_batch(
 ):  # fmt: skip
     """See `AdapterPrograms.close_batch`. Squares of `twins` are counted by `join_twins`."""
     index = adapter.index
-    own_sums = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
-    gradient = {name: leaf.sum(0) for name, leaf in own_sums.items()}
+    adapter_sums = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
+    gradient = {name: leaf.sum(0) for name, leaf in adapter_sums.items()}
     finite = _finite_leaves(gradient)
     counted = [jnp.sum(jnp.square(gradient[name])) for name in sorted(gradient) if name not in twins]
     squares = jnp.sum(jnp.stack(counted)) if counted else jnp.zeros(())
@@ -51,7 +51,7 @@ def close_batch(
     loss = mine.pop("loss", jnp.zeros(()))
     summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)
     cleared = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
-    zeros = jax.tree.map(jnp.zeros_like, own_sums)
+    zeros = jax.tree.map(jnp.zeros_like, adapter_sums)
     return gradient, summary, finite, lv.put(sums, columns, adapter.first, zeros, lead=lv.SUMS), cleared
 
 
@@ -102,8 +102,8 @@ def take_sums(
     columns: Mapping[str, Columns], own_columns: Own, adapter: Place, sums: Leaves, totals: Totals | None
 ) -> tuple[Leaves, Totals]:
     """See `AdapterPrograms.take_sums`."""
-    own_sums = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
-    return own_sums, {name: total[:, adapter.index] for name, total in (totals or {}).items()}
+    adapter_sums = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
+    return adapter_sums, {name: total[:, adapter.index] for name, total in (totals or {}).items()}
 
 
 def put_sums(
@@ -111,8 +111,8 @@ def put_sums(
     new_totals: Totals,
 ):  # fmt: skip
     """See `AdapterPrograms.put_sums`."""
-    written = {name: total.at[:, adapter.index].set(new_totals[name]) for name, total in (totals or {}).items()}
-    return lv.put(sums, columns, adapter.first, new_sums, lead=lv.SUMS), None if totals is None else written
+    all_totals = {name: total.at[:, adapter.index].set(new_totals[name]) for name, total in (totals or {}).items()}
+    return lv.put(sums, columns, adapter.first, new_sums, lead=lv.SUMS), None if totals is None else all_totals
 
 
 def groups(columns: Mapping[str, Columns], own_columns: Own) -> dict[str, Group]:

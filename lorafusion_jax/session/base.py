@@ -321,9 +321,9 @@ def device_bytes() -> int | None:
 
 
 def _stage_of(name: str, model: ModelConfig, layers: Sequence[Extent]) -> int:
-    head, _, rest = name.partition(".")
+    head, _, numbered_leaf = name.partition(".")
     if head == "layers":
-        number, _, leaf = rest.partition(".")
+        number, _, leaf = numbered_leaf.partition(".")
         half = model.layer(int(number)).half_of(leaf)
         return next(stage for stage, extent in enumerate(layers) if extent.holds(int(number), half))
     return 0 if head == EMBEDDING or name in model.input_shapes else len(layers) - 1
@@ -331,8 +331,8 @@ def _stage_of(name: str, model: ModelConfig, layers: Sequence[Extent]) -> int:
 
 def _tensor_axis(name: str, model: ModelConfig) -> int | None:
     """Returns the axis along which tensor parallelism splits a frozen tensor; None: it is whole everywhere."""
-    head, _, rest = name.partition(".")
+    head, _, numbered_leaf = name.partition(".")
     if head == "layers":
-        number, _, leaf = rest.partition(".")
+        number, _, leaf = numbered_leaf.partition(".")
         return model.layer(int(number)).split_axes.get(leaf)
     return VOCABULARY if head in (EMBEDDING, "lm_head") else None

@@ -56,8 +56,8 @@ class Batches:
 
     def empty(self, slot: int = 0) -> list[Microbatch]:
         """A microbatch of padding of each capacity that is used from a slot on: it adds zero to every sum."""
-        used = zip(self._plan.slots[slot:], self._plan.slot_capacities[slot:], strict=True)
-        sizes = {size for slot_of_plan, size in used if not slot_of_plan.is_noop}
+        slots_and_sizes = zip(self._plan.slots[slot:], self._plan.slot_capacities[slot:], strict=True)
+        sizes = {size for slot_of_plan, size in slots_and_sizes if not slot_of_plan.is_noop}
         return [self._assembler.padding(self._shapes[size]) for size in sorted(sizes)]
 
     def loads(self, most: int = 3) -> list[Load]:
@@ -67,8 +67,8 @@ class Batches:
         for size in self._plan.sizes:
             numbers = [slot for slot, s in enumerate(self._plan.slots) if sizes[slot] == size and not s.is_noop]
             ranked = sorted(numbers, key=squares.__getitem__)
-            chosen = {ranked[round(rank)] for rank in np.linspace(0, len(ranked) - 1, most)} if ranked else set()
-            loads += [Load(self.of(slot), size, squares[slot]) for slot in sorted(chosen)]
+            sampled_slots = {ranked[round(rank)] for rank in np.linspace(0, len(ranked) - 1, most)} if ranked else set()
+            loads += [Load(self.of(slot), size, squares[slot]) for slot in sorted(sampled_slots)]
             if not ranked:  # a capacity that no slot takes: one segment of padding
                 loads.append(Load(self._assembler.padding(self._shapes[size]), size, size * size))
         return loads
@@ -116,11 +116,11 @@ def places(
     Returns:
         (places for segments, shape of the table of samples; None if no objective needs it)
     """
-    chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
-    segments = {name: objective.num_segments for name, objective in chosen.items()}
+    objective_by_name = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
+    segments = {name: objective.num_segments for name, objective in objective_by_name.items()}
     most = max((sum(segments[name] for name in part) for part in parts), default=1)
-    samples = max((sum(chosen[name].of_samples for name in part) for part in parts), default=1)
-    members = [(chosen[name], tokenized) for name, tokenized in data.items() if name in chosen]
+    samples = max((sum(objective_by_name[name].of_samples for name in part) for part in parts), default=1)
+    members = [(objective_by_name[name], tokenized) for name, tokenized in data.items() if name in objective_by_name]
     return num_segments(most), table_shape(max(samples, 1), members)
 
 

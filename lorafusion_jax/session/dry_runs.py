@@ -32,15 +32,15 @@ def time_passes(
     Returns:
         Seconds of forward and of backward.
     """
-    sent = None if stage.weights.embed is not None else noise(stage, batch)
-    received = None if stage.weights.head is not None else gradient_noise(stage, batch)
-    jax.block_until_ready((sent, received))
+    activations = None if stage.weights.embed is not None else noise(stage, batch)
+    gradient = None if stage.weights.head is not None else gradient_noise(stage, batch)
+    jax.block_until_ready((activations, gradient))
     began = time.perf_counter()
-    jax.block_until_ready(stage.forward(NO_SLOT, batch, sent))
+    jax.block_until_ready(stage.forward(NO_SLOT, batch, activations))
     forward_s = time.perf_counter() - began
     before_backward()
     began = time.perf_counter()
-    jax.block_until_ready(stage.backward(NO_SLOT, received))
+    jax.block_until_ready(stage.backward(NO_SLOT, gradient))
     return forward_s, time.perf_counter() - began
 
 
@@ -54,29 +54,29 @@ def compile_steps(stage: Stage, num_stages: int, only: int | None = None) -> Non
     while another still runs one of these, and the two would be matched.
     """
     programs = stage.programs.adapters
-    chosen = stage.one_of_every_kind() if only is None else [only]
-    optimizers = {index: _optimizer_to_compile(stage, index) for index in chosen}
+    indices = stage.one_of_every_kind() if only is None else [only]
+    optimizers = {index: _optimizer_to_compile(stage, index) for index in indices}
     lora, sums, totals, alive, optimizers = _copy((stage.lora, stage.sums, stage.totals, stage.alive, optimizers))
     for index, optimizer in optimizers.items():
-        own_columns, optim, adapter = stage.own_columns[index], stage.settings[index].optim, stage.places[index]
+        columns, optim, adapter = stage.own_columns[index], stage.settings[index].optim, stage.places[index]
         if stage.vacant:  # an adapter like this one may join
-            programs.first_optimizer(own_columns, optim, adapter, lora)
-            zeros = programs.zeros(own_columns, adapter, lora)
-            lora, sums, totals, alive = programs.write(own_columns, adapter, lora, sums, totals, alive, zeros)
-        gradient, summary, _, sums, totals = programs.close_batch(own_columns, adapter, sums, totals, alive)
+            programs.first_optimizer(columns, optim, adapter, lora)
+            zeros = programs.zeros(columns, adapter, lora)
+            lora, sums, totals, alive = programs.write(columns, adapter, lora, sums, totals, alive, zeros)
+        gradient, summary, _, sums, totals = programs.close_batch(columns, adapter, sums, totals, alive)
         if twins := sorted(stage.programs.columns.twins & gradient.keys()):
             programs.join_twins(gradient[twins[0]], gradient[twins[-1]], summary)
         summaries = [summary.without_metrics] * num_stages
         lora, _, alive, _, _ = programs.step(
-            own_columns, optim, adapter, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
+            columns, optim, adapter, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
         )
     jax.block_until_ready((lora, sums, totals, alive))
 
 
 def try_evaluation(stage: Stage, batch: Microbatch) -> None:
     """Compiles an evaluation by running it without the other stages, and waits for it."""
-    sent = None if stage.weights.embed is not None else noise(stage, batch)
-    jax.block_until_ready(stage.evaluate(batch, None if sent is None else first_of(sent)))
+    activations = None if stage.weights.embed is not None else noise(stage, batch)
+    jax.block_until_ready(stage.evaluate(batch, None if activations is None else first_of(activations)))
 
 
 def noise(stage: Stage, batch: Microbatch) -> Carried:

@@ -54,9 +54,9 @@ def evaluate(
         place: its place among the stacked adapters.
         slots: the set, in microbatches.
     """
-    name, chosen = task.name, task.chosen
+    name, objective = task.name, task.chosen
     in_flight: deque[Future[dict[str, Array]]] = deque()
-    sums = dict.fromkeys(("loss", *metric_names([chosen])), 0.0)
+    sums = dict.fromkeys(("loss", *metric_names([objective])), 0.0)
 
     def add(totals: Mapping[str, Array]) -> None:
         for key in sums:
@@ -70,7 +70,7 @@ def evaluate(
             in_flight.append(executor.evaluate(rows, [name]))
         for pending in in_flight:
             add(pending.result())
-    return finish_evaluation(chosen, samples, sums)
+    return finish_evaluation(objective, samples, sums)
 
 
 class HeldOut:

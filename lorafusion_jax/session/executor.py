@@ -221,21 +221,21 @@ class Executor:
         flight.adapters = adapters
         target = event.stage + (1 if event.kind == "forward" else -1)
         link = self.links.link(event.stage, target) if 0 <= target < len(self.stages) else None
-        needed = flight.inputs.pop((event.kind, event.stage), None)
+        input_future = flight.inputs.pop((event.kind, event.stage), None)
         work: Callable[[], Carried] | None = None
         if event.stage in self.local_stages:
             run = self._forward if event.kind == "forward" else self._backward
-            work = partial(run, event, flight, needed, link)
+            work = partial(run, event, flight, input_future, link)
         elif link is not None:
             work = partial(receive_activations, self.stages[target], flight.rows, link)
         if work is not None:
-            done = self._submit(event.stage, event.slot, adapters, work)
+            result_future = self._submit(event.stage, event.slot, adapters, work)
             if link is not None:
-                flight.inputs[event.kind, target] = done
+                flight.inputs[event.kind, target] = result_future
             if event.kind == "backward" and event.stage in self.local_stages:
-                flight.done = done
+                flight.done = result_future
             if event.kind == "forward" and event.stage == len(self.stages) - 1 and event.stage in self.local_stages:
-                flight.output = done
+                flight.output = result_future
         if event.kind == "backward" and not event.stage:
             self._issued.append(event.slot)
 
@@ -275,13 +275,13 @@ class Executor:
             submit=submit,
         )
         closed = end.of_all_stages()
-        used = self.before_step(adapter, closed)
+        closed_batches = self.before_step(adapter, closed)
 
         def run(index: int, announcement: Announcement) -> Stepped:
             stage = self.stages[index]
             if isinstance(stage, DistantStage):
                 return announcement.receive(stage.stepped_like(number))
-            summaries = [transfer(closed.summary.without_metrics, stage.mesh) for closed in in_order(used)]
+            summaries = [transfer(closed.summary.without_metrics, stage.mesh) for closed in in_order(closed_batches)]
             with self._record_event(Event("update", index, batch.slot, (adapter,)), stepping=True) as record:
                 stepped = stage.step(number, summaries, numbers)
                 record(stepped.alive)
@@ -316,7 +316,7 @@ class Executor:
 
     def read_all[T](self, work: Callable[[Stage], T]) -> list[T]:
         """Returns what `read` promises, by stage. Waits for it."""
-        return [done.result() for done in self.read(work)]
+        return [future.result() for future in self.read(work)]
 
     def wait_dispatched(self) -> None:
         """Waits until all work is dispatched. Then the stages' arrays may be read; reading waits for their values."""
@@ -408,8 +408,8 @@ class Executor:
         Returns:
             The result of the last stage, on the process that holds it.
         """
-        used = self.stages if stages is None else stages
-        local = local_stages(used)
+        pass_stages = self.stages if stages is None else stages
+        local = local_stages(pass_stages)
 
         def run_stage(index: int, before: Future[Any] | None, link: Link | None) -> Any:
             stage, x = local[index], None if before is None else before.result()
@@ -419,16 +419,16 @@ class Executor:
                 self._spans.follow_pass(began, result)
             return result if link is None else link.send(result)
 
-        done: Future[Any] | None = None
-        for index in range(len(used)):
-            link = self.links.link(index, index + 1) if index + 1 < len(used) else None
+        output: Future[Any] | None = None
+        for index in range(len(pass_stages)):
+            link = self.links.link(index, index + 1) if index + 1 < len(pass_stages) else None
             if index in local:
-                done = self._submit(index, None, adapters, partial(run_stage, index, done, link))
+                output = self._submit(index, None, adapters, partial(run_stage, index, output, link))
             elif link is not None:
-                receive = partial(receive_activations, used[index + 1], RowsShape.of(rows), link)
-                done = self._submit(index, None, adapters, receive)
-        assert done is not None
-        return done
+                receive = partial(receive_activations, pass_stages[index + 1], RowsShape.of(rows), link)
+                output = self._submit(index, None, adapters, receive)
+        assert output is not None
+        return output
 
     def _wait_oldest(self) -> None:
         slot = self._issued[0]

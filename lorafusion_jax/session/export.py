@@ -152,11 +152,11 @@ def model_card(adapter: AdapterConfig, step: int, config: JobConfig, *, plan: st
     longer = "".join(f" and {part.samples} samples" for part in adapter.extended)
     planned = f"\n| plan | {plan} |" if plan else ""
     stored = "" if settings.quantize == NONE else f", quantised as {settings.quantize}"
-    chosen = adapter.objective.chosen
+    objective = adapter.objective.chosen
     scored = _is_scored(adapter)
     wrapper = ModelConfig.from_hf(base_directory(config)).wrapper
     model = auto_class(wrapper, scored=scored)
-    labels = f", num_labels={chosen.head.leaves[0].axes[-1]}" if scored and chosen.head else ""
+    labels = f", num_labels={objective.head.leaves[0].axes[-1]}" if scored and objective.head else ""
     belongs = f"""
 The base was quantised as `{settings.quantize}` in training, and the adapter belongs to that base: on the original
 weights its outputs differ a little.
@@ -183,8 +183,8 @@ LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusio
 
 
 def _is_scored(adapter: AdapterConfig) -> bool:
-    chosen = adapter.objective.chosen
-    return chosen.head is not None and chosen.objective.task == "SEQ_CLS"
+    objective = adapter.objective.chosen
+    return objective.head is not None and objective.objective.task == "SEQ_CLS"
 
 
 def _loading(adapter: AdapterConfig, model: str, base: str, *, in_whole: bool) -> str:

@@ -33,8 +33,8 @@ def starting_weights(
 def first_weights_of(layout: LeafLayout, specs: Sequence[AdapterSpec]) -> dict[str, dict[str, Any]]:
     """Returns `first_weights` of adapters by name, drawn side by side: numpy draws without Python's lock."""
     with ThreadPoolExecutor() as threads:
-        drawn = threads.map(partial(first_weights, layout), specs)
-        return dict(zip((spec.name for spec in specs), drawn, strict=True))
+        weights = threads.map(partial(first_weights, layout), specs)
+        return dict(zip((spec.name for spec in specs), weights, strict=True))
 
 
 def first_weights(layout: LeafLayout, spec: AdapterSpec) -> dict[str, Any]:
@@ -45,9 +45,9 @@ def first_weights(layout: LeafLayout, spec: AdapterSpec) -> dict[str, Any]:
     linears = [linear for linear in layout.model.linears if linear.name in spec.targets]
     with ThreadPoolExecutor() as threads:
         by_linear = threads.map(partial(_first_layers, layout, spec), linears)
-        drawn = {name: array for leaves in by_linear for name, array in leaves.items()}
+        projection_leaves = {name: array for leaves in by_linear for name, array in leaves.items()}
     shared = {f"{SHARED}{leaf}": array[None] for leaf, array in init_shared(spec, *layout.largest).items()}
-    return drawn | shared | _first_head(layout, spec) | _first_rows(layout, spec)
+    return projection_leaves | shared | _first_head(layout, spec) | _first_rows(layout, spec)
 
 
 def _first_layers(layout: LeafLayout, spec: AdapterSpec, linear: Linear) -> dict[str, Any]:

@@ -167,14 +167,14 @@ class InputMaker:
     def _context(self, batch: Any, row_key: Array | None) -> LoRAContext:
         """Returns the context of a microbatch that describes its adapters itself."""
         rows, adapters = batch.lora, batch.adapters
-        drawn = None if row_key is None else Dropout(rate=rows.rate, key=rows.key, row_key=row_key)
+        dropout = None if row_key is None else Dropout(rate=rows.rate, key=rows.key, row_key=row_key)
         context = LoRAContext(
             tile_adapter=batch.tile_adapter,
             scale=rows.scale,
-            dropout=drawn,
+            dropout=dropout,
             implementation=self.implementation,
             traced_ranks=rows.rank,
-            drops_columns=drawn is not None and any(spec.drops_columns for spec in self.layout.specs),
+            drops_columns=dropout is not None and any(spec.drops_columns for spec in self.layout.specs),
         )
         return context.numbered(adapters)
 

@@ -67,7 +67,7 @@ class Split:
         y, pullback = jax.vjp(lambda lora, x: self._function(constants, lora, x), lora, x)
         residuals, self._structure = jax.tree.flatten(pullback)
         inputs = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves((constants, lora, x)))}
-        self._sources, kept, places = [], [], {}
+        self._sources, computed, places = [], [], {}
         for leaf in residuals:
             if not isinstance(leaf, Tracer):
                 self._sources.append(leaf)
@@ -75,10 +75,10 @@ class Split:
                 self._sources.append(inputs[id(leaf)])
             else:
                 if id(leaf) not in places:
-                    places[id(leaf)] = len(kept)
-                    kept.append(leaf)
+                    places[id(leaf)] = len(computed)
+                    computed.append(leaf)
                 self._sources.append(~places[id(leaf)])
-        return y, tuple(kept)
+        return y, tuple(computed)
 
     def backward(self, constants: Any, lora: Any, x: Any, kept: tuple[Array, ...], dy: Any) -> tuple[Any, Any]:
         if self._remat == "nothing":
@@ -156,8 +156,8 @@ class LayerPrograms:
         residuals, first = [], x
         for offset, weights in enumerate(frozen):
             before = x
-            x, rest = self._forward_layer(weights, lora, position.plus(offset), x, inputs)
-            residuals.append(((added(before, first),) if offset else (), rest))
+            x, layer_residuals = self._forward_layer(weights, lora, position.plus(offset), x, inputs)
+            residuals.append(((added(before, first),) if offset else (), layer_residuals))
         return _row(added(x, first)), _row(residuals)
 
     def _backward(
@@ -166,10 +166,10 @@ class LayerPrograms:
     ):  # fmt: skip
         x, inputs, residuals, dy = map(row_of_device, (x, inputs, residuals, dy))
         for offset in reversed(range(len(frozen))):
-            before, rest = residuals[offset]
+            before, layer_residuals = residuals[offset]
             entered = joined(before[0], x) if offset else x
             dy, sums = self._backward_layer(
-                frozen[offset], lora, position.plus(offset), entered, inputs, rest, dy, sums
+                frozen[offset], lora, position.plus(offset), entered, inputs, layer_residuals, dy, sums
             )
         return _row(dy), sums
 

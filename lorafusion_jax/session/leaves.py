@@ -194,10 +194,10 @@ def take(
     adapter_leaves = {}
     for start, (name, width) in zip(first, own_columns, strict=True):
         at = columns[name]
-        cut = lax.dynamic_slice_in_dim(leaves[name], start, width, lead + at.axis)
+        leaf = lax.dynamic_slice_in_dim(leaves[name], start, width, lead + at.axis)
         for axis in at.padded:
-            cut = lax.slice_in_dim(cut, 0, width, axis=lead + axis)
-        adapter_leaves[name] = cut if at.is_counted else jnp.squeeze(cut, lead)
+            leaf = lax.slice_in_dim(leaf, 0, width, axis=lead + axis)
+        adapter_leaves[name] = leaf if at.is_counted else jnp.squeeze(leaf, lead)
     return lax.optimization_barrier(adapter_leaves)
 
 
@@ -241,10 +241,10 @@ def view(leaf: Array, at: Columns, layer: Array, window: Array, part: Part | Non
     if part is not None:
         size[WEIGHTS + part.axis] = part.size
     # A batch of slices with all indices given: XLA then reads only the windows and does not transpose the leaf.
-    found_P1 = jax.vmap(lambda start: lax.dynamic_slice(leaf, start, size))(
+    slices_P1 = jax.vmap(lambda start: lax.dynamic_slice(leaf, start, size))(
         _starts(leaf.ndim, WEIGHTS, at, layer, first, part)
     )
-    values = jnp.where(_inside(at, width, leaf.ndim - WEIGHTS), found_P1[:, 0], 0.0)
+    values = jnp.where(_inside(at, width, leaf.ndim - WEIGHTS), slices_P1[:, 0], 0.0)
     return values if at.is_counted else values[:, 0]
 
 
@@ -312,9 +312,11 @@ def _part(at: Columns, index: int, width: int, lead: int) -> tuple[slice | int, 
     """Returns where an adapter is in the array of a leaf."""
     first = at.first[index]
     columns = slice(first, first + width) if at.is_counted else first
-    own_width = {lead + axis: slice(width) for axis in at.padded}
-    last = max(own_width, default=lead + at.axis)
-    return tuple(columns if axis == lead + at.axis else own_width.get(axis, slice(None)) for axis in range(last + 1))
+    slice_by_axis = {lead + axis: slice(width) for axis in at.padded}
+    last = max(slice_by_axis, default=lead + at.axis)
+    return tuple(
+        columns if axis == lead + at.axis else slice_by_axis.get(axis, slice(None)) for axis in range(last + 1)
+    )
 
 
 def by_path(state: Any) -> dict[str, Any]:

@@ -176,9 +176,9 @@ class Links:
         shapes = self.by_stage({stage: _described(flat) for stage, flat in leaves.items()})
         tickets = {stage: [wire.ticket_to(process) for process in self._others] for stage in self.local}
         for stage, flat in leaves.items():
-            held = [jax.device_put(_as_bytes(leaf), _host_device()) for leaf in flat.values() if np.size(leaf)]
+            arrays = [jax.device_put(_as_bytes(leaf), _host_device()) for leaf in flat.values() if np.size(leaf)]
             for ticket in tickets[stage]:
-                wire.send(ticket, held)
+                wire.send(ticket, arrays)
         shared = []
         for stage in range(len(self._meshes)):
             if self.is_local(stage):

@@ -56,14 +56,14 @@ class LossHead:
         hidden = final_norm(x_TD, norm, self.layout.model)
         rows = heads.get(HEAD_ROWS)
         losses_T = self._token_losses(hidden, head, batch, weights, rows)
-        needed = frozenset().union(*(objective.needs for objective in chosen))
-        divergence_T = self._divergences(hidden, head, batch, chosen) if DIVERGENCE in needed else None
+        needs = frozenset().union(*(objective.needs for objective in chosen))
+        divergence_T = self._divergences(hidden, head, batch, chosen) if DIVERGENCE in needs else None
         of_samples = {} if batch.samples is None else heads  # a session has heads before an objective needs them
         totals = totals_of(
             losses_T,
             batch,
             chosen,
-            None if needed.isdisjoint({HIDDEN, SCORE}) else hidden,
+            None if needs.isdisjoint({HIDDEN, SCORE}) else hidden,
             divergence_T,
             {
                 name.removeprefix(HEAD): self._of_samples(name, leaf, batch)

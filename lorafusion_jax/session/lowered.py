@@ -133,8 +133,8 @@ def _write(file: Path, program: export.Exported) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_bytes(file, hashlib.sha256(content).digest() + content)
         files = sorted(file.parent.glob("[!.]*"), key=lambda entry: entry.stat().st_mtime)
-        for old in files[:-MOST]:
-            old.unlink(missing_ok=True)
+        for stale in files[:-MOST]:
+            stale.unlink(missing_ok=True)
 
 
 def _name(function: str, identity: str, tree: Any, shapes: list[Any]) -> str:

@@ -127,21 +127,21 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1, tensor: int = 1)
     Raises:
         ConfigError: `mesh.devices`, there are fewer devices; `mesh.processes`, processes cannot share the mesh evenly.
     """
-    processes, needed = jax.process_count(), stages * data * fsdp * tensor
+    processes, num_devices = jax.process_count(), stages * data * fsdp * tensor
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    if needed > len(devices):
+    if num_devices > len(devices):
         raise ConfigError(
             "mesh.devices",
-            f"the mesh needs {needed} devices ({stages} stages × {data} data × {fsdp} fsdp"
+            f"the mesh needs {num_devices} devices ({stages} stages × {data} data × {fsdp} fsdp"
             f"{f' × {tensor} tensor' if tensor > 1 else ''}), but there "
             f"{'is one' if len(devices) == 1 else f'are {len(devices)}'}.",
             why=f"{devices[0].device_kind}, {processes} process{'es' if processes > 1 else ''}",
             fix="lower mesh.stages, mesh.data, mesh.fsdp or mesh.tensor, or start more processes"
-            + f"; to try it on a CPU: JAX_NUM_CPU_DEVICES={needed} lorafusion …" * (devices[0].platform == "cpu"),
+            + f"; to try it on a CPU: JAX_NUM_CPU_DEVICES={num_devices} lorafusion …" * (devices[0].platform == "cpu"),
         )
     by_data, by_stage = sharing(processes, stages=stages, data=data, tensor=tensor)
-    per_process = needed // processes
-    chosen: list = []
+    per_process = num_devices // processes
+    mesh_devices: list = []
     for process in range(processes):
         local = [device for device in devices if device.process_index == process]
         if len(local) < per_process:
@@ -150,8 +150,10 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1, tensor: int = 1)
                 f"process {process} has {len(local)} devices, but needs {per_process}.",
                 fix="start every process with the same number of devices",
             )
-        chosen += local[:per_process]
+        mesh_devices += local[:per_process]
     # Neighbouring processes, which are often on one host, exchange activations.
-    grid = np.array(chosen, dtype=object).reshape(by_data, by_stage, data // by_data, stages // by_stage, fsdp, tensor)
+    grid = np.array(mesh_devices, dtype=object).reshape(
+        by_data, by_stage, data // by_data, stages // by_stage, fsdp, tensor
+    )
     grid = grid.transpose(1, 3, 0, 2, 4, 5).reshape(stages, data, fsdp, tensor)
     return [StageMesh(mesh=Mesh(grid[stage], AXES)) for stage in range(stages)]

@@ -58,8 +58,8 @@ def _sharding_on(array: jax.Array, stage: StageMesh) -> NamedSharding:
 
 def _put_shards(array: jax.Array, target: NamedSharding) -> jax.Array:
     places = target.addressable_devices_indices_map(array.shape)
-    held = {_key(shard.index): shard.data for shard in array.addressable_shards}
-    parts = [jax.device_put(held[_key(index)], device) for device, index in places.items()]
+    shard_by_index = {_key(shard.index): shard.data for shard in array.addressable_shards}
+    parts = [jax.device_put(shard_by_index[_key(index)], device) for device, index in places.items()]
     return jax.make_array_from_single_device_arrays(array.shape, target, parts)
 
 

@@ -126,11 +126,11 @@ class PlaceWriter:
 
     def number_objective(self, task: Task) -> int:
         """Returns the number of a task's objective in the session, which learns it if it is new."""
-        chosen = task.chosen
-        numbers = (number for number, other in enumerate(self._objectives) if chosen.same_as(other))
+        objective = task.chosen
+        numbers = (number for number, other in enumerate(self._objectives) if objective.same_as(other))
         if (number := next(numbers, None)) is not None:
             return number
-        self._objectives.append(chosen)
+        self._objectives.append(objective)
         objectives = tuple(self._objectives)
         for stage in self._distant:
             stage.replace_objectives(objectives)
@@ -146,9 +146,9 @@ class PlaceWriter:
         self._table.assign(place, weights.spec, objective)
         for stage in self._distant:
             stage.assign(place, task.adapter, weights.spec)
-        for done in self._executor.read(lambda stage: self._write_stage(stage, place, task, weights)):
+        for future in self._executor.read(lambda stage: self._write_stage(stage, place, task, weights)):
             with self._executor.blaming(None, None, [task.name]):
-                done.result()
+                future.result()
 
     def _write_stage(self, stage: Stage, place: int, task: Task, weights: PlaceWeights) -> None:
         stage.assign(place, task.adapter, weights.spec)

@@ -237,17 +237,17 @@ def reference_passes(
     for name in names:
         reference = reference_of(config.adapter(name), places)
         assert reference is not None
-        used, position, describes = list(stages), BASE_ALONE, describe
+        teacher_stages, position, describes = list(stages), BASE_ALONE, describe
         if reference.kind == "adapter":
             position = places[reference.name]
         elif reference.kind == "folder":
-            used, position = _stages_of_folder(config, config.adapter(name), stages, reference), 0
+            teacher_stages, position = _stages_of_folder(config, config.adapter(name), stages, reference), 0
             describes = _unchanged
-        own_config = config.model_copy(update={"adapters": (config.adapter(name),)})
-        state = teacher_state(own_config)
+        teacher_config = config.model_copy(update={"adapters": (config.adapter(name),)})
+        state = teacher_state(teacher_config)
         for key, samples in sets_of(prepared.adapters[name]).items():
             yield SetPass.alone(
-                own_config, key, samples, stages=used, position=position, state=state, describe=describes
+                teacher_config, key, samples, stages=teacher_stages, position=position, state=state, describe=describes
             )
 
 
@@ -260,8 +260,8 @@ def open_passes(
 ) -> list[SetPass]:
     """Makes the passes of adapters that are about to join, on stages of their own; see `Session.open_passes`."""
     config = without_places(config)
-    new_stages = stages_for(stages, config)
-    local = list(local_stages(new_stages).values())
+    pass_stages = stages_for(stages, config)
+    local = list(local_stages(pass_stages).values())
     parts, specs = local[0].parts, [spec for _, spec in local[0].occupied]
     lora = starting_weights(parts.leaves, specs, weights)
     for stage in local:
@@ -269,7 +269,7 @@ def open_passes(
         for index, spec in enumerate(specs):
             if index not in weights and starts_from_base(spec):
                 stage.start_from_base(index)
-    passes = list(reference_passes(config, prepared, new_stages, names))
+    passes = list(reference_passes(config, prepared, pass_stages, names))
     for pass_of_set in passes if is_alone() else ():
         pass_of_set.compile()
     return passes
@@ -380,13 +380,13 @@ def _stages_of_folder(
 ) -> list[AnyStage]:
     """Returns stages on the same base whose only adapter is that of a PEFT folder."""
     spec, arrays = read_reference_folder(config, reference)
-    own_config = without_places(config.model_copy(update={"adapters": (adapter,)}))
-    own_stages = stages_for(stages, own_config, [spec])
-    local = list(local_stages(own_stages).values())
+    folder_config = without_places(config.model_copy(update={"adapters": (adapter,)}))
+    folder_stages = stages_for(stages, folder_config, [spec])
+    local = list(local_stages(folder_stages).values())
     lora = starting_weights(local[0].parts.leaves, [spec], {0: arrays})
     for stage in local:
         stage.take_weights(lora)
-    return own_stages
+    return folder_stages
 
 
 def _learned_rows(

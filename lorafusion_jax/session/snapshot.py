@@ -89,16 +89,16 @@ class Snapshots:
         """
         if jax.process_count() == 1 and self._has_room():
             copies = [self._copy_stage(stage) for stage in self._stages]
-            read = partial(gather, copies, self._links, read=InParts.read)
-            return Snapshot(read, index, progress, on_devices=True)
-        held = gather(self._all, self._links)
-        return Snapshot(lambda: held, index, progress, on_devices=False)
+            read_copies = partial(gather, copies, self._links, read=InParts.read)
+            return Snapshot(read_copies, index, progress, on_devices=True)
+        states = gather(self._all, self._links)
+        return Snapshot(lambda: states, index, progress, on_devices=False)
 
     def _has_room(self) -> bool:
         if self._free is None:
             self._free = [min(map(_never_used_bytes, stage.mesh.mesh.local_devices)) for stage in self._stages]
-        needed = [_device_bytes(_copied_together(stage)) for stage in self._stages]
-        return not any_process(any(size > free for size, free in zip(needed, self._free, strict=True)))
+        copy_bytes = [_device_bytes(_copied_together(stage)) for stage in self._stages]
+        return not any_process(any(size > free for size, free in zip(copy_bytes, self._free, strict=True)))
 
     def _copy_stage(self, stage: Stage) -> Stage:
         view = copy.copy(stage)

@@ -117,8 +117,8 @@ class Spans:
     def recorded(self) -> bytes:
         """Returns the spans as JSON, with times relative to now. Call it after `stop`, at once on all processes."""
         now = self._joined_at = self._now()
-        held = [[_before(span, now) for span in spans] for spans in (self._spans, self._host)]
-        return json.dumps(held).encode()
+        rows = [[_before(span, now) for span in spans] for spans in (self._spans, self._host)]
+        return json.dumps(rows).encode()
 
     def take(self, recorded: bytes) -> None:
         """Adds spans that another process returned from `recorded` when this one did."""
@@ -203,17 +203,17 @@ class Spans:
             if isinstance(item, _Pass):
                 free = self._watch_pass(item, free)
                 continue
-            issued, result, needed, is_recorded = item
+            issued, result, awaited, is_recorded = item
             event, ready = issued.event, 0.0
             try:
-                if needed is not None:
-                    needed.block_until_ready()
+                if awaited is not None:
+                    awaited.block_until_ready()
                     ready = self._now()
                 result.block_until_ready()
             except Exception:  # the issuing thread gets the same error and calls `first_failure`
                 self._failed.append(issued)
                 continue
-            del result, needed, item
+            del result, awaited, item
             if not is_recorded:
                 continue
             end = self._now()

@@ -49,9 +49,9 @@ class Stage(StageState):
         residuals: list[Any] = []
         for block, position in zip(self.blocks, self.positions, strict=True):
             xs.append(hidden)
-            passed_on, rest = programs.layers.forward(block, self.all_leaves, position, hidden, inputs)
+            passed_on, block_residuals = programs.layers.forward(block, self.all_leaves, position, hidden, inputs)
             hidden = joined(passed_on, hidden)
-            residuals.append(rest)
+            residuals.append(block_residuals)
         rows = (batch.tokens, batch.row_adapter) if lv.EMBED_ROWS in self.lora else None
         if weights.head is None:
             self._in_flight[slot] = InFlight(inputs, xs, residuals, None, rows)

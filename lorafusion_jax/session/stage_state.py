@@ -185,15 +185,15 @@ class StageState:
         """Sets each adapter's leaves, given for all layers of the model."""
 
         def put(columns: Mapping[str, lv.Columns]) -> Leaves:
-            written: Leaves = {}
+            stage_leaves: Leaves = {}
             shapes = self.leaf_shapes
             for name, at in columns.items():  # leaf by leaf, so that the host does not hold all of them twice
                 layers = self.layers_of(name)
                 of_specs = [lora.get(spec.name, {}) for spec in self._specs]
                 by_adapter = [{name: leaves[name][layers]} if name in leaves else {} for leaves in of_specs]
                 stacked = lv.stack_adapters({name: at}, by_adapter, shapes)
-                written[name] = replicate(stacked[name], self.mesh)
-            return written
+                stage_leaves[name] = replicate(stacked[name], self.mesh)
+            return stage_leaves
 
         self.lora, self.constants = put(self.programs.columns.trained), put(self.programs.columns.constants)
         self._prepared.reset({name: self.leaf_shapes[name] for name in self.programs.columns.prepared})
@@ -264,9 +264,9 @@ class StageState:
         }
         zeros = np.zeros(devices, np.float32)
         rows = {name: lv.spread_rows(totals.get(name, zeros), devices)[:: mesh.tensor] for name in self.totals or {}}
-        new_totals = to_stage({name: total[np.asarray(mesh.local_replicas)] for name, total in rows.items()}, mesh)
+        stage_totals = to_stage({name: total[np.asarray(mesh.local_replicas)] for name, total in rows.items()}, mesh)
         self.sums, self.totals = self.programs.adapters.put_sums(
-            self.places[index], self.sums, self.totals, to_devices(mine, mesh), new_totals
+            self.places[index], self.sums, self.totals, to_devices(mine, mesh), stage_totals
         )
 
     def _where(self, index: int) -> tuple[lv.Own, lv.Place]:
@@ -298,15 +298,15 @@ class StageState:
         """
         spec, adapter = self._specs[index], self.places[index]
         columns = self.programs.columns.trained | self.programs.columns.constants
-        new_leaves = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items() if name in columns}
+        leaves = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items() if name in columns}
         trained = replicate(
-            {name: leaf for name, leaf in new_leaves.items() if name in self.programs.columns.trained}, self.mesh
+            {name: leaf for name, leaf in leaves.items() if name in self.programs.columns.trained}, self.mesh
         )
         self._gradients.pop(index, None)
         self.lora, self.sums, self.totals, self.alive = self.programs.adapters.write(
             self.own_columns[index], adapter, self.lora, self.sums, self.totals, self.alive, trained
         )
-        self.constants = self._replaced(self.programs.columns.constants, self.constants, index, new_leaves)
+        self.constants = self._replaced(self.programs.columns.constants, self.constants, index, leaves)
         self._prepared.mark(index)
         optim = self.settings[index].optim
         if optimizer is None:
@@ -342,11 +342,11 @@ class StageState:
 
         program, states = jax.jit(new, out_shardings=self.mesh.everywhere), {}
         for turn in range(max(map(len, kinds))):
-            chosen = [
+            indices = [
                 members[min(turn, len(members) - 1)] for members in kinds
             ]  # a kind with fewer adapters repeats its last
-            made = program([self.places[index] for index in chosen], self.lora)
-            states |= {self._specs[index].name: state for index, state in zip(chosen, made, strict=True)}
+            optimizers = program([self.places[index] for index in indices], self.lora)
+            states |= {self._specs[index].name: state for index, state in zip(indices, optimizers, strict=True)}
         return {name: states[name] for name in self.names}
 
     def _by_kind(self) -> dict[tuple, list[int]]:

@@ -144,8 +144,8 @@ def _check_shapes(stages: Sequence[AnyStage], states: Mapping[str, AdapterState]
         stored = {leaf: array.shape for leaf, array in state.weights.items()}
         trained = {leaf: shape for leaf, shape in shapes[name].items() if leaves.columns[leaf].leaf.trainable}
         sums = {leaf: array.shape[1:] for leaf, array in state.sums.items()}
-        for sizes, needed in ((stored, shapes[name]), (sums or trained, trained)):
-            if wrong := [leaf for leaf in needed | sizes if sizes.get(leaf) != needed.get(leaf)]:
+        for sizes, expected in ((stored, shapes[name]), (sums or trained, trained)):
+            if wrong := [leaf for leaf in expected | sizes if sizes.get(leaf) != expected.get(leaf)]:
                 raise ValueError(f"{name}: {wrong[0]} has another size, or is missing or too many")
 
 
@@ -243,9 +243,9 @@ def _join(
     """Joins the arrays of the stages by name, along their layers. What is not of layers is equal on all stages."""
     joined: dict[str, Any] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        held = [part[name] for part in parts if name in part]
+        arrays = [part[name] for part in parts if name in part]
         of_layers = (leaf_of(name) or "").startswith(lv.LAYERS)
-        joined[name] = concatenate(held) if of_layers else concatenate(held[:1]) if held[0].ndim else held[0]
+        joined[name] = concatenate(arrays) if of_layers else concatenate(arrays[:1]) if arrays[0].ndim else arrays[0]
     return joined
 
 

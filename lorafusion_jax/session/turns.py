@@ -43,16 +43,18 @@ class Turns:
             self._weights.clear()
             return list(cursors), tail
         least = min((self._served[owner] for owner in groups if owner in self._served), default=0.0)
-        now = {owner: max(self._served.get(owner, -inf), least - CREDIT) for owner in groups}
-        self._served = {owner: slots for owner, slots in self._served.items() if slots > least - CREDIT} | now
-        first, served, weights = min(now.values()), dict[str, float](), dict[str, float]()
+        served_by_owner = {owner: max(self._served.get(owner, -inf), least - CREDIT) for owner in groups}
+        self._served = {
+            owner: slots for owner, slots in self._served.items() if slots > least - CREDIT
+        } | served_by_owner
+        first, served, weights = min(served_by_owner.values()), dict[str, float](), dict[str, float]()
         for owner, group in groups.items():
             total = sum(cursor.job.weight for cursor in group)
             self._weights[owner] = self.jobs_share if owner == JOBS else total / len(group)
             ahead = {cursor.job.name: tail.served.get(cursor.job.name, 0.0) for cursor in group}
             for cursor in group:
                 name = cursor.job.name
-                served[name] = now[owner] - first + ahead[name] - min(ahead.values())
+                served[name] = served_by_owner[owner] - first + ahead[name] - min(ahead.values())
                 weights[name] = self._weights[owner] * cursor.job.weight / total
         weighed = [replace(cursor, job=replace(cursor.job, weight=weights[cursor.job.name])) for cursor in cursors]
         return weighed, replace(tail, served=served)

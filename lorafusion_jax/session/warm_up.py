@@ -53,10 +53,10 @@ def compile_stages(
         running = {threads.submit(_time_work, compile_part): name for name, (_, compile_part) in work.items()}
         programs_left = dict.fromkeys(work)
         on_progress(list(programs_left))
-        for done in as_completed(running):
-            name = running[done]
+        for future in as_completed(running):
+            name = running[future]
             with blaming(work[name][0], None):
-                times[name] = done.result()
+                times[name] = future.result()
             del programs_left[name]
             on_progress(list(programs_left))
     return times
