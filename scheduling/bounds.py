@@ -93,8 +93,8 @@ def _bins_of_groups(tokens: np.ndarray, starts: np.ndarray, room: int) -> np.nda
     shortest = np.unique(tokens[(tokens * 2 <= room) & (tokens + tokens.max() > room)])
     count = max(1, min(THRESHOLDS, MOST_WORK // len(tokens), shortest.size))
     for threshold in shortest[np.linspace(0, shortest.size - 1, count).astype(int)] if shortest.size else ():
-        counted = np.where(tokens > room - threshold, room, np.where(tokens < threshold, 0, tokens))
-        bins = np.maximum(bins, -(-np.add.reduceat(counted, starts) // room))
+        rounded_tokens = np.where(tokens > room - threshold, room, np.where(tokens < threshold, 0, tokens))
+        bins = np.maximum(bins, -(-np.add.reduceat(rounded_tokens, starts) // room))
     return bins
 
 
@@ -109,18 +109,18 @@ def _bins_by_parts(tokens: np.ndarray, starts: np.ndarray, room: int) -> np.ndar
 
 def _bins_for(lengths: np.ndarray, room: int) -> int:
     """Martello and Toth's bin-packing bound L2: microbatches that these samples need in any order."""
-    ordered = np.sort(lengths)
-    prefix: np.ndarray = np.r_[0, np.cumsum(ordered)]
-    shortest = np.unique(ordered[ordered * 2 <= room])
+    ascending = np.sort(lengths)
+    prefix: np.ndarray = np.r_[0, np.cumsum(ascending)]
+    shortest = np.unique(ascending[ascending * 2 <= room])
     if shortest.size > 256:  # any subset of thresholds gives a valid bound
         shortest = shortest[np.linspace(0, shortest.size - 1, 256).astype(int)]
     thresholds: np.ndarray = np.r_[0, shortest]
-    half = int(np.searchsorted(ordered, room // 2, side="right"))
-    small = np.searchsorted(ordered, thresholds)  # shorter than the threshold: left out
-    large = np.searchsorted(ordered, room - thresholds, side="right")  # no room left for a middle one
-    room_left = (large - half) * room - (prefix[large] - prefix[half])
-    excess = prefix[half] - prefix[small] - room_left
-    return len(ordered) - half + max(0, -(-int(excess.max()) // room))
+    half = int(np.searchsorted(ascending, room // 2, side="right"))
+    small = np.searchsorted(ascending, thresholds)  # shorter than the threshold: left out
+    large = np.searchsorted(ascending, room - thresholds, side="right")  # no room left for a middle one
+    free_tokens = (large - half) * room - (prefix[large] - prefix[half])
+    excess = prefix[half] - prefix[small] - free_tokens
+    return len(ascending) - half + max(0, -(-int(excess.max()) // room))
 
 
 def _one_machine(

@@ -29,16 +29,16 @@ def check_jobs(jobs: Sequence[AdapterJob], *, capacity_tokens: object, **limits:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise PlanError("plan.duplicate-name", f"two adapters have the name {twice!r}", fix="rename one of them")
-    checked = Limits(capacity_tokens=largest, smaller=tuple(smaller), **counts)
-    capacity, tile = checked.sizes[0], checked.tile_tokens
+    checked_limits = Limits(capacity_tokens=largest, smaller=tuple(smaller), **counts)
+    capacity, tile = checked_limits.sizes[0], checked_limits.tile_tokens
     if capacity < tile:
         raise PlanError(
             "plan.capacity",
             f"a microbatch of {capacity} tokens has no room for one tile of {tile}",
             fix=f"capacity_tokens: {tile} or more",
         )
-    _refuse_long_samples(jobs, checked.tiles * tile, tile)
-    return checked
+    _refuse_long_samples(jobs, checked_limits.tiles * tile, tile)
+    return checked_limits
 
 
 def check_sizes(capacity_tokens: object) -> tuple[int, ...]:

@@ -30,10 +30,10 @@ class TimelineComparison:
     host_wait_s: tuple[float, ...]
 
     def __str__(self) -> str:
-        predicted, measured = (max(pair[side] for pair in self.bubble_shares) for side in (0, 1))
+        predicted_bubble, measured_bubble = (max(pair[side] for pair in self.bubble_shares) for side in (0, 1))
         return (
-            f"measured / predicted {self.wall_ratio:.3f}; bubbles of the worst stage {measured:.1%} "
-            f"(predicted {predicted:.1%}); waiting for the host {max(self.host_wait_s) * 1e3:.1f} ms"
+            f"measured / predicted {self.wall_ratio:.3f}; bubbles of the worst stage {measured_bubble:.1%} "
+            f"(predicted {predicted_bubble:.1%}); waiting for the host {max(self.host_wait_s) * 1e3:.1f} ms"
         )
 
 
@@ -84,13 +84,13 @@ def host_wait_s(timeline: Timeline, slots: range | None = None) -> tuple[float, 
         timeline: the whole timeline; a part may lack the event that ran between two others.
         slots: counts only the events of these slots (None: all).
     """
-    issued, done = _spans_by_name(timeline.host), _spans_by_name(timeline.spans)
+    issued, spans = _spans_by_name(timeline.host), _spans_by_name(timeline.spans)
     pause_ends = [pause.end_s for pause in timeline.pauses]
     free: dict[int, float] = {}
     waits = [0.0] * timeline.num_stages
-    for name, span in done.items():
-        needed = [done[other].end_s for other in _dependencies(name, timeline.num_stages) if other in done]
-        ready = max([free.get(name.stage, span.start_s), *needed])
+    for name, span in spans.items():
+        ends_s = [spans[other].end_s for other in _dependencies(name, timeline.num_stages) if other in spans]
+        ready = max([free.get(name.stage, span.start_s), *ends_s])
         turned = min(issued[name].start_s, span.start_s) if name in issued else ready
         paused = pause_ends[: bisect_right(pause_ends, turned)]
         if slots is None or name.slot in slots:
@@ -111,11 +111,11 @@ class _Name(NamedTuple):
 
 def _spans_by_name(spans: Sequence[Span]) -> dict[_Name, Span]:
     """Spans by name, in order of time."""
-    named: dict[_Name, Span] = {}
+    span_by_name: dict[_Name, Span] = {}
     for span in sorted(spans, key=lambda span: span.start_s):
         name = _Name(span.kind, span.stage, span.slot, span.adapters if span.kind == "update" else (), 0)
-        named[name._replace(number=1) if name in named else name] = span
-    return named
+        span_by_name[name._replace(number=1) if name in span_by_name else name] = span
+    return span_by_name
 
 
 def _dependencies(name: _Name, num_stages: int) -> list[_Name]:

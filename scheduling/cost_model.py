@@ -141,13 +141,13 @@ class CostModel:
         capacity = self.capacity_tokens
         if capacity is None:
             return
-        measured = (capacity,) if isinstance(capacity, int) else capacity
-        if min(tokens) < min(measured) or max(tokens) > max(measured):
-            had, wanted = (" and ".join(map(str, sizes)) for sizes in (measured, tokens))
+        measured_sizes = (capacity,) if isinstance(capacity, int) else capacity
+        if min(tokens) < min(measured_sizes) or max(tokens) > max(measured_sizes):
+            of_costs, of_plan = (" and ".join(map(str, sizes)) for sizes in (measured_sizes, tokens))
             setting = tokens[0] if len(tokens) == 1 else f"[{','.join(map(str, tokens))}]"
             raise PlanError(
                 "plan.cost",
-                f"the costs are for microbatches of {had} tokens, the plan has {wanted}",
+                f"the costs are for microbatches of {of_costs} tokens, the plan has {of_plan}",
                 fix=f"measure again with batch.capacity_tokens={setting}",
             )
 
@@ -158,11 +158,11 @@ class CostModel:
             PlanError: `plan.cost`.
         """
         if self.layers not in (None, tuple(layers)):
-            measured, wanted = ("[" + ",".join(f"{count:g}" for count in of) + "]" for of in (self.layers, layers))
+            of_costs, of_plan = ("[" + ",".join(f"{count:g}" for count in of) + "]" for of in (self.layers, layers))
             raise PlanError(
                 "plan.cost",
-                f"the costs are for stages of {measured} layers, the plan has {wanted}",
-                fix=f"measure again with mesh.stages={len(layers)} 'mesh.layers={wanted}'",
+                f"the costs are for stages of {of_costs} layers, the plan has {of_plan}",
+                fix=f"measure again with mesh.stages={len(layers)} 'mesh.layers={of_plan}'",
             )
 
     def check_measured_with(self, wanted: Mapping[str, str | int]) -> None:

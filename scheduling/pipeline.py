@@ -139,7 +139,7 @@ def play(
             moved = True
         if moved:
             waiting += [near for near in (stage - 1, stage + 1) if 0 <= near < num_stages and near not in waiting]
-    if any(done < len(events) for done, events in zip(position, program, strict=True)):
+    if any(num_done < len(events) for num_done, events in zip(position, program, strict=True)):
         raise PlanError("plan.deadlock", "the events wait for each other", where=f"positions {position}")
 
 

@@ -68,15 +68,15 @@ class Plan:
 
     def layouts_before(self, slot: int) -> tuple[Layout, ...]:
         """The layouts of the slots before `slot`."""
-        cut = [layout._replace(end=min(layout.end, slot)) for layout in self.layouts]
-        starts = [0, *(layout.end for layout in cut)]
-        return tuple(layout for start, layout in zip(starts, cut, strict=False) if start < layout.end)
+        layouts = [layout._replace(end=min(layout.end, slot)) for layout in self.layouts]
+        starts = [0, *(layout.end for layout in layouts)]
+        return tuple(layout for start, layout in zip(starts, layouts, strict=False) if start < layout.end)
 
     @cached_property
     def slots_of_size(self) -> dict[int, int]:
         """Slots of each capacity that are no no-ops, by capacity, ascending."""
-        used = (size for slot, size in zip(self.slots, self.slot_capacities, strict=True) if not slot.is_noop)
-        return dict(sorted(Counter(used).items()))
+        sizes = (size for slot, size in zip(self.slots, self.slot_capacities, strict=True) if not slot.is_noop)
+        return dict(sorted(Counter(sizes).items()))
 
     @cached_property
     def num_noops(self) -> int:
@@ -117,14 +117,14 @@ class Plan:
         Incomplete batches of stopped adapters are not listed.
         """
         last: dict[tuple[str, int], int] = {}
-        left = {(name, batch): size for name, _ in self.stopped for batch, size in self.job_of[name].batch_sizes()}
+        due = {(name, batch): size for name, _ in self.stopped for batch, size in self.job_of[name].batch_sizes()}
         for index, slot in enumerate(self.slots):
             for ref in slot.samples:
                 batch = ref.adapter, ref.batch
                 last[batch] = index
-                if batch in left:
-                    left[batch] -= 1
-        yield from sorted((index, name, batch) for (name, batch), index in last.items() if not left.get((name, batch)))
+                if batch in due:
+                    due[batch] -= 1
+        yield from sorted((index, name, batch) for (name, batch), index in last.items() if not due.get((name, batch)))
 
     @cached_property
     def digest(self) -> str:

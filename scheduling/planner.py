@@ -77,15 +77,15 @@ def make_plan(
     >>> make_plan(jobs, capacity_tokens=1024, num_stages=2).num_slots
     5
     """
-    allowed = effort_of(time_limit_s, search_evaluations)
+    effort = effort_of(time_limit_s, search_evaluations)
     jobs = tuple(jobs)
     shape = {"num_stages": num_stages, "data_parallel": data_parallel, "tile_tokens": tile_tokens}
     if capacity_tokens == "auto":
         capacity_tokens = _best_capacity(jobs, shape, cost_model, max_capacity_tokens)
     limits = check_jobs(jobs, capacity_tokens=capacity_tokens, **shape)
     problem = make_problem(jobs, limits)
-    left = [np.arange(job.num_samples) for job in jobs]
-    bound, filling = fill(problem, left, allowed, seed, cost_model=cost_model)
+    positions = [np.arange(job.num_samples) for job in jobs]
+    bound, filling = fill(problem, positions, effort, seed, cost_model=cost_model)
     plan = to_plan(problem, filling, seed=seed, lower_bound=bound)
     verify_plan(plan, jobs)
     return plan

@@ -62,7 +62,7 @@ def replan(
     >>> [len(slot.replicas) for slot in wider.slots]
     [1, 1, 1, 1, 2, 2, 2]
     """
-    allowed = effort_of(time_limit_s, search_evaluations)
+    effort = effort_of(time_limit_s, search_evaluations)
     longer = {job.name: job for job in extend}
     _check_request(plan, at_slot, [*longer, *cancel, *finish, *pause, *resume, *(weights or {})], resume)
     _check_longer(plan, longer)
@@ -74,9 +74,9 @@ def replan(
     limits = _check_jobs(plan, jobs, num_stages, data_parallel)
     moves = (limits.num_stages, limits.data_parallel) != (plan.num_stages, plan.data_parallel)
     moves |= any(layout.end > at_slot for layout in plan.earlier)  # the kept slots end before a move
-    left = [_remaining(job, progress.get(job.name), job.name in stopped) for job in jobs]
+    positions = [_remaining(job, progress.get(job.name), job.name in stopped) for job in jobs]
     ready = [progress[job.name].ready if job.name in progress and not moves else 0 for job in jobs]
-    bound, slots = _plan_remaining(jobs, limits, left, ready, allowed, seed, cost_model)
+    bound, slots = _plan_remaining(jobs, limits, positions, ready, effort, seed, cost_model)
     replanned = replace(
         plan,
         jobs=tuple(jobs),
@@ -110,8 +110,8 @@ class _Progress:
                     self.done[ref.epoch * len(job.sample_tokens) + ref.sample] = True
                     last[ref.batch] = index
         self.batches = max(last) + 1 if last else 0
-        first_left = job.batch_of(int(np.argmin(self.done))) if not self.done.all() else job.num_batches
-        before = last.get(first_left - 1)  # a begun batch may continue at once: its predecessor is far enough away
+        first_batch = job.batch_of(int(np.argmin(self.done))) if not self.done.all() else job.num_batches
+        before = last.get(first_batch - 1)  # a begun batch may continue at once: its predecessor is far enough away
         self.ready = 0 if before is None else max(0, before + plan.num_stages - at_slot)
 
 
@@ -186,10 +186,10 @@ def _check_request(plan: Plan, at_slot: object, names: Sequence[str], resume: Se
     slot = as_whole(at_slot)
     if slot is None or not 0 <= slot <= plan.num_slots:
         raise PlanError("plan.slot", f"at_slot must be from 0 to {plan.num_slots}, not {at_slot!r}")
-    known = ", ".join(plan.job_of)
+    adapters = ", ".join(plan.job_of)
     for name in names:
         if name not in plan.job_of:
-            raise PlanError("plan.unknown-adapter", f"the plan has no adapter {name!r}", fix=f"one of: {known}")
+            raise PlanError("plan.unknown-adapter", f"the plan has no adapter {name!r}", fix=f"one of: {adapters}")
     for name in resume:
         if name not in dict(plan.stopped):
             raise PlanError("plan.not-paused", f"{name} is not paused", fix="resume only paused adapters")

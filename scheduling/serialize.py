@@ -165,8 +165,8 @@ def _job_from(values: dict[str, Any]) -> AdapterJob:
 
 def _slots_from(slots: list[Any], capacities: list[Any] | None) -> tuple[Slot, ...]:
     """Reads slots; plans of one capacity do not list those of their slots."""
-    known = [None] * len(slots) if capacities is None else [capacity and _capacity(capacity) for capacity in capacities]
-    return tuple(_slot_from(replicas, capacity) for replicas, capacity in zip(slots, known, strict=True))
+    sizes = [None] * len(slots) if capacities is None else [capacity and _capacity(capacity) for capacity in capacities]
+    return tuple(_slot_from(replicas, capacity) for replicas, capacity in zip(slots, sizes, strict=True))
 
 
 def _slot_from(replicas: list[list[list[Any]]], capacity_tokens: int | None) -> Slot:

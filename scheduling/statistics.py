@@ -118,8 +118,8 @@ def _limits(plan: Plan, timeline: Timeline) -> tuple[Limit, ...]:
     if not stage_seconds:
         return ()
     busy = sum(timeline.busy_s) / stage_seconds
-    used = [capacity for slot, capacity in zip(plan.slots, plan.slot_capacities, strict=True) if not slot.is_noop]
-    room = max(1, sum(used)) * plan.data_parallel
+    capacities = [capacity for slot, capacity in zip(plan.slots, plan.slot_capacities, strict=True) if not slot.is_noop]
+    room = max(1, sum(capacities)) * plan.data_parallel
     tiles = _tile_padding(plan) / room
     empty = 1 - plan.tokens / room - tiles
     slowest = max(timeline.busy_s)

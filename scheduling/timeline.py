@@ -194,8 +194,8 @@ class Timeline:
         exact. `host_wait_s` is not: before the first backward, work on other slots looks idle.
         """
         spans, host = (tuple(span for span in of if span.slot in slots) for of in (self.spans, self.host))
-        num_slots, num_kept = (len({span.slot for span in of}) for of in (self.spans, spans))
-        tokens = self.tokens * num_kept // max(num_slots, 1)
+        num_slots, num_inside = (len({span.slot for span in of}) for of in (self.spans, spans))
+        tokens = self.tokens * num_inside // max(num_slots, 1)
         return replace(self, spans=spans, host=host, tokens=tokens).with_pauses(self.pauses)
 
     def with_pauses(self, pauses: Sequence[Pause]) -> Timeline:

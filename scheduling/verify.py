@@ -52,18 +52,18 @@ def verify_plan(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> None:
 def find_violations(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> list[Violation]:
     """Lists every violation; empty for a valid plan."""
     violations: list[Violation] = []
-    wanted = plan.jobs if jobs is None else tuple(jobs)
-    if wanted != plan.jobs:
+    expected_jobs = plan.jobs if jobs is None else tuple(jobs)
+    if expected_jobs != plan.jobs:
         violations.append(Violation(code="plan.other-jobs", what="the plan was made for other jobs than these"))
-    names = [job.name for job in wanted]
+    names = [job.name for job in expected_jobs]
     index_of = {name: index for index, name in enumerate(names)}
     if len(index_of) < len(names):
         violations.append(Violation(code="plan.duplicate-name", what="two jobs have the same name"))
     violations += _layouts(plan)
     table = _Table.of(plan, index_of, violations)
     violations += _sizes(plan)
-    violations += _capacity(plan, wanted, table)
-    for index, job in enumerate(wanted):
+    violations += _capacity(plan, expected_jobs, table)
+    for index, job in enumerate(expected_jobs):
         violations += _one_job(plan, job, table.rows_of(index))
     return violations
 
@@ -92,13 +92,13 @@ class _Table:
         adapters, epochs, batches, samples = zip(*refs, strict=True) if refs else ((), (), (), ())
         job = np.array([index_of.get(name, -1) for name in adapters], np.int64)
         columns = [np.array(column, np.int64) for column in (epochs, batches, samples, slots, replicas)]
-        known = job >= 0
+        in_plan = job >= 0
         violations += [
             Violation(code="plan.unknown-adapter", what=f"slot {slots[row]} names {adapters[row]!r}")
-            for row in np.flatnonzero(~known)
+            for row in np.flatnonzero(~in_plan)
         ]
-        epoch, batch, sample, slot, replica = (column[known] for column in columns)
-        return _Table(job=job[known], epoch=epoch, batch=batch, sample=sample, slot=slot, replica=replica)
+        epoch, batch, sample, slot, replica = (column[in_plan] for column in columns)
+        return _Table(job=job[in_plan], epoch=epoch, batch=batch, sample=sample, slot=slot, replica=replica)
 
     def rows_of(self, index: int) -> _Table:
         keep = self.job == index
@@ -143,9 +143,9 @@ def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Vio
     tokens = np.where(within, lengths[np.where(within, starts[table.job] + table.sample, 0)], 0)
     width = int(table.replica.max()) + 1
     microbatch = table.slot * width + table.replica
-    new_run = np.r_[True, (np.diff(table.job) != 0) | (np.diff(microbatch) != 0)]
-    run = np.cumsum(new_run) - 1
-    run_microbatch, run_job = microbatch[new_run], table.job[new_run]
+    run_starts = np.r_[True, (np.diff(table.job) != 0) | (np.diff(microbatch) != 0)]
+    run = np.cumsum(run_starts) - 1
+    run_microbatch, run_job = microbatch[run_starts], table.job[run_starts]
     runs, counts = np.unique(np.stack([run_microbatch, run_job]), axis=1, return_counts=True)
     for at, job in runs[:, counts > 1].T:
         where = f"slot {at // width}"
@@ -214,11 +214,11 @@ def _order(plan: Plan, job: AdapterJob, batch: np.ndarray, slot: np.ndarray) -> 
     )  # index of the layout
     for earlier, later in pairwise(present):
         distance = first[later] - last[earlier]
-        needed = stages[int(last_layout[earlier])] if last_layout[earlier] == first_layout[later] else 1
-        if distance < needed:
+        least = stages[int(last_layout[earlier])] if last_layout[earlier] == first_layout[later] else 1
+        if distance < least:
             message = (
                 f"{job.name}: batch {later} starts in slot {first[later]}, batch {earlier} ends in slot {last[earlier]}"
             )
             code = "plan.order" if distance < 1 else "plan.distance"
-            violations.append(Violation(code=code, what=f"{message}; {needed} slots are needed between them"))
+            violations.append(Violation(code=code, what=f"{message}; {least} slots are needed between them"))
     return violations

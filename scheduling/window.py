@@ -212,7 +212,7 @@ def _plan_pieces(
 def _pieces(cursor: Cursor, pool: Sequence[int], tail: Tail) -> list[list[int]]:
     """Splits the batches of a pool into pieces that fit into a microbatch: longest first, into the first with room."""
     job, most = cursor.job, max(1, tail.most_segments // cursor.segments)
-    room, left = tail.limits.tiles * tail.limits.tile_tokens, set(pool)
+    room, positions = tail.limits.tiles * tail.limits.tile_tokens, set(pool)
     fitted: list[list[int]] = []
     for batch in sorted({job.batch_of(at) for at in pool}):
         pieces: list[list[int]] = []
@@ -222,7 +222,7 @@ def _pieces(cursor: Cursor, pool: Sequence[int], tail: Tail) -> list[list[int]]:
                 pieces.append([at])
             else:
                 piece.append(at)
-        fitted += [sorted(piece) for piece in pieces if left.issuperset(piece)]
+        fitted += [sorted(piece) for piece in pieces if positions.issuperset(piece)]
     return fitted
 
 
@@ -302,17 +302,17 @@ def _split(slot: Slot, tail: Tail, segments: Mapping[str, int]) -> list[Slot]:
 
 def _cut(part: PartRefs, tail: Tail, segments: Mapping[str, int]) -> Iterable[PartRefs]:
     """Cuts the samples of a microbatch between adapters, and within one that has too many segments itself."""
-    start = at = used = adapters = 0
+    start = at = num_segments = adapters = 0
     for name, group in groupby(part, key=lambda ref: ref.adapter):
         count, per_sample = len(list(group)), segments[name]
-        if at > start and (used + count * per_sample > tail.most_segments or adapters == tail.most_adapters):
+        if at > start and (num_segments + count * per_sample > tail.most_segments or adapters == tail.most_adapters):
             yield part[start:at]
-            start, used, adapters = at, 0, 0
-        at, used, adapters = at + count, used + count * per_sample, adapters + 1
+            start, num_segments, adapters = at, 0, 0
+        at, num_segments, adapters = at + count, num_segments + count * per_sample, adapters + 1
         most = max(1, tail.most_segments // per_sample)  # samples, if this adapter has a microbatch for itself
-        while used > tail.most_segments and at - start > most:
+        while num_segments > tail.most_segments and at - start > most:
             yield part[start : start + most]
-            start, used = start + most, used - most * per_sample
+            start, num_segments = start + most, num_segments - most * per_sample
     if start < at:
         yield part[start:at]
 
@@ -320,26 +320,26 @@ def _cut(part: PartRefs, tail: Tail, segments: Mapping[str, int]) -> Iterable[Pa
 def advance(cursors: Sequence[Cursor], tail: Tail, slots: tuple[Slot, ...]) -> Window:
     """Builds the window of these slots: batches that end, and positions and tail after them."""
     after = {cursor.job.name: cursor for cursor in cursors}
-    done = {name: set(cursor.done) for name, cursor in after.items()}
+    done_positions = {name: set(cursor.done) for name, cursor in after.items()}
     sizes = {name: len(_positions(cursor)) for name, cursor in after.items()}
-    ended = {name: ago + len(slots) for name, ago in tail.ended.items() if name in after}
+    slots_ago = {name: ago + len(slots) for name, ago in tail.ended.items() if name in after}
     ends: list[tuple[int, str, int]] = []
     tokens = dict.fromkeys(after, 0)
     for index, slot in enumerate(slots):
         for ref in slot.samples:
             cursor = after[ref.adapter]
-            done[ref.adapter].add(ref.epoch * len(cursor.job.sample_tokens) + ref.sample)
+            done_positions[ref.adapter].add(ref.epoch * len(cursor.job.sample_tokens) + ref.sample)
             tokens[ref.adapter] += cursor.job.sample_tokens[ref.sample]
-            if len(done[ref.adapter]) == sizes[ref.adapter]:
+            if len(done_positions[ref.adapter]) == sizes[ref.adapter]:
                 ends.append((index, ref.adapter, cursor.batch))
-                ended[ref.adapter] = len(slots) - 1 - index
+                slots_ago[ref.adapter] = len(slots) - 1 - index
                 after[ref.adapter] = cursor = replace(cursor, batch=cursor.batch + 1)
-                done[ref.adapter], sizes[ref.adapter] = set(), len(_positions(cursor))
-    after = {name: replace(cursor, done=frozenset(done[name])) for name, cursor in after.items()}
+                done_positions[ref.adapter], sizes[ref.adapter] = set(), len(_positions(cursor))
+    after = {name: replace(cursor, done=frozenset(done_positions[name])) for name, cursor in after.items()}
     ends.sort()
     idle = {name: tail.idle.get(name, 0) + len(slots) for name in after}
     idle |= {ref.adapter: len(slots) - 1 - index for index, slot in enumerate(slots) for ref in slot.samples}
-    tail = replace(tail, idle=idle, ended=ended, served=_served(after.values(), tail, tokens))
+    tail = replace(tail, idle=idle, ended=slots_ago, served=_served(after.values(), tail, tokens))
     return Window(slots=slots, ends=tuple(ends), cursors=tuple(after.values()), tail=tail)
 
 

@@ -58,11 +58,11 @@ def check_decisions(
     problems = [*_kinds(state, decisions)]
     if not problems:
         groups = after(state, decisions)
-        changed = {decision.group for decision in decisions}
+        decided_groups = {decision.group for decision in decisions}
         problems += _placement(state, groups)
         problems += _membership(state, groups)
         if not problems:
-            for name in sorted(changed & groups.keys()):
+            for name in sorted(decided_groups & groups.keys()):
                 most = 1 + tolerance if "bounds" in traits.promises else inf
                 problems += _group(state, groups[name], rates, most)
         if "no starvation" in traits.promises and not problems:
@@ -76,18 +76,18 @@ def check_decisions(
 
 
 def _kinds(state: ClusterState, decisions: Sequence[Decision]) -> Iterator[str]:
-    closed = {decision.group for decision in decisions if decision.kind == "close"}
-    named: set[tuple[bool, str]] = set()
+    closed_groups = {decision.group for decision in decisions if decision.kind == "close"}
+    decision_keys: set[tuple[bool, str]] = set()
     for decision in decisions:
         exists = decision.group in state.groups
-        if (decision.kind == "close", decision.group) in named:
+        if (decision.kind == "close", decision.group) in decision_keys:
             yield f"two decisions about {decision.group}"
-        named.add((decision.kind == "close", decision.group))
-        if decision.kind == "open" and exists and decision.group not in closed:
+        decision_keys.add((decision.kind == "close", decision.group))
+        if decision.kind == "open" and exists and decision.group not in closed_groups:
             yield f"{decision.group} is open already"
         if decision.kind in ("change", "close") and not exists:
             yield f"{decision.group} does not exist"
-        if decision.kind == "change" and decision.group in closed:
+        if decision.kind == "change" and decision.group in closed_groups:
             yield f"{decision.group} is changed and closed"
         if decision.kind != "close" and decision.mesh is None:
             yield f"{decision.group} has no mesh"
@@ -131,8 +131,8 @@ def _group(state: ClusterState, group: GroupState, rates: Rates, most: float) ->
     if not group.members:
         return
     kind, jobs = state.workers[group.worker].kind, [state.jobs[name].job for name in group.members]
-    needed = rates.memory_gib(jobs, kind, group.mesh)
-    if needed is None:
+    memory_gib = rates.memory_gib(jobs, kind, group.mesh)
+    if memory_gib is None:
         yield f"{group.name} needs more than {kind[1]:g} GiB a GPU"
         return
     rate = rates.formed(jobs, kind, group.mesh)
@@ -145,10 +145,10 @@ def _group(state: ClusterState, group: GroupState, rates: Rates, most: float) ->
 
 def _starvation(state: ClusterState, groups: dict[str, GroupState], rates: Rates, now: float) -> Iterator[str]:
     running = {name for group in groups.values() for name in group.members}
-    started = [state.jobs[name] for name in running if state.jobs[name].group is None]
-    if not started:
+    starts = [state.jobs[name] for name in running if state.jobs[name].group is None]
+    if not starts:
         return
-    latest, sizes = max(job_state.job.arrival_s for job_state in started), worker_sizes(state)
+    latest, sizes = max(job_state.job.arrival_s for job_state in starts), worker_sizes(state)
     patient = [
         job_state
         for name, job_state in state.jobs.items()
@@ -167,7 +167,7 @@ def _starvation(state: ClusterState, groups: dict[str, GroupState], rates: Rates
     for job_state in patient:
         if job_state.job.user not in above and job_state.waited(now) > PATIENCE * fair_s[job_state.job.name]:
             later = [
-                s for s in started if s.job.arrival_s > job_state.job.arrival_s and s.job.weight <= job_state.job.weight
+                s for s in starts if s.job.arrival_s > job_state.job.arrival_s and s.job.weight <= job_state.job.weight
             ]
             if later:
                 yield f"{later[0].job.name} starts while {job_state.job.name} has waited {job_state.waited(now):.0f} s"
@@ -178,13 +178,13 @@ def _quotas(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]
     quotas = {name: user.user.max_gpus for name, user in state.users.items() if user.user.max_gpus is not None}
     if not quotas:
         return
-    before, now = (
+    gpus_before, gpus_after = (
         held_gpus(((len(group.gpus), group.members) for group in of.values()), state.jobs)
         for of in (state.groups, groups)
     )
     for user, most in quotas.items():
-        if now.get(user, 0.0) > max(most, before.get(user, 0.0)) + BOUND_SLACK:
-            yield f"{user} holds {now[user]:.2f} GPUs and has a quota of {most:g}"
+        if gpus_after.get(user, 0.0) > max(most, gpus_before.get(user, 0.0)) + BOUND_SLACK:
+            yield f"{user} holds {gpus_after[user]:.2f} GPUs and has a quota of {most:g}"
 
 
 SETTLE_S = 60.0  # of training before which the fallback takes nothing from a group
@@ -200,9 +200,9 @@ def _check_settled(state: ClusterState, decisions: Sequence[Decision], policy: P
     groups = after(state, decisions)
     for name, group in state.groups.items():
         later = groups.get(name)
-        gone = set(group.members) - (set(later.members) if later is not None and later.gpus == group.gpus else set())
-        if gone and group.ready_s + SETTLE_S > now:
-            problem = f"it takes {', '.join(sorted(gone))} from {name}, which has not trained for {SETTLE_S:g} s"
+        leavers = set(group.members) - (set(later.members) if later is not None and later.gpus == group.gpus else set())
+        if leavers and group.ready_s + SETTLE_S > now:
+            problem = f"it takes {', '.join(sorted(leavers))} from {name}, which has not trained for {SETTLE_S:g} s"
             raise PlanError("online.decision", f"{Traits.of(policy).name}: {problem}", problems=(problem,))
 
 

@@ -114,9 +114,9 @@ def stage_bytes(shape: ModelShape, num_stages: int, recompute: bool) -> StageByt
     width, mlp = shape.hidden_size, shape.intermediate_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     tables = 1 if shape.tie_embeddings or num_stages > 1 else 2
-    saved = 2 * width + 2 * query + 2 * key + 2 * mlp  # inputs, q, k, v, attention, gate, up
-    kept = width if recompute else saved
-    working = (saved if recompute else width) + 3 * mlp + 4 * width  # one layer's backward
+    layer_values = 2 * width + 2 * query + 2 * key + 2 * mlp  # inputs, q, k, v, attention, gate, up
+    kept = width if recompute else layer_values
+    working = (layer_values if recompute else width) + 3 * mlp + 4 * width  # one layer's backward
     return StageBytes(
         fixed=BFLOAT16 * (layers * shape.layer_parameters + tables * shape.table_parameters) + LOSS_BYTES,
         token=BFLOAT16 * (num_stages * layers * kept + working + 4 * width) + FLOAT32 * 2 * shape.head_dim * num_stages,

@@ -96,20 +96,20 @@ def _pack(members: Sequence[Job], mesh: Mesh, slots: int, gain: float) -> tuple[
             if not cursor.left:
                 cursor.open_batch()
         turns.sort(key=lambda cursor: (cursor.due_slot > slot, cursor.tokens / cursor.job.weight))
-        filled = _fill_slot(turns, mesh)
-        if len(turns) > 1 and _tokens(filled) * GAIN < room and any(rest for _, rest in filled):
+        fillings = _fill_slot(turns, mesh)
+        if len(turns) > 1 and _tokens(fillings) * GAIN < room and any(unplaced for _, unplaced in fillings):
             improvable = True
-            turns, filled = (turns, filled) if gain == inf else _fuller(turns, filled, mesh, slot, gain)
-        for cursor, (samples, rest) in zip(turns, filled, strict=True):
+            turns, fillings = (turns, fillings) if gain == inf else _fuller(turns, fillings, mesh, slot, gain)
+        for cursor, (samples, unplaced) in zip(turns, fillings, strict=True):
             if not samples:
                 continue
-            taken = sum(samples)
-            cursor.tokens += taken
-            tokens += taken
+            sample_tokens = sum(samples)
+            cursor.tokens += sample_tokens
+            tokens += sample_tokens
             squares += sum(map(mul, samples, samples))
-            cursor.left = rest
+            cursor.left = unplaced
             cursor.begun, cursor.due_slot = True, slot + 1 + patience[cursor.job.name]
-            if not rest:
+            if not unplaced:
                 cursor.ready_slot = slot + mesh.stages
     means = [sum(job.lengths) / len(job.lengths) * job.global_batch for job in members]
     steps = tuple(cursor.tokens / mean / slots for cursor, mean in zip(cursors, means, strict=True))
@@ -132,9 +132,9 @@ def _fuller(
         if order == first:
             continue
         other = [turns[index] for index in order]
-        filled = _fill_slot(other, mesh)
-        if (tokens := _tokens(filled)) > most:
-            best, most = (other, filled), tokens
+        fillings = _fill_slot(other, mesh)
+        if (tokens := _tokens(fillings)) > most:
+            best, most = (other, fillings), tokens
     return best
 
 
@@ -166,24 +166,24 @@ def _tokens(filled: Sequence[Filled]) -> int:
 
 def _fill(rooms: list[int], left: Sequence[int]) -> Filled:
     """Puts the samples that fit, longest first, into the fullest microbatch that holds them, and takes their room."""
-    packed: list[int] = []
-    rest: list[int] = []
+    placed: list[int] = []
+    unplaced: list[int] = []
     free, roomiest, shortest, several = list(rooms), max(rooms), left[-1], len(rooms) > 1
     for at, length in enumerate(left):  # without min(): a decision asks for hundreds of thousands of samples
         if length > roomiest:
             if shortest > roomiest:
-                rest += left[at:]
+                unplaced += left[at:]
                 break
-            rest.append(length)
+            unplaced.append(length)
             continue
         fullest, least = -1, inf
         for index, room in enumerate(free):
             if length <= room < least:
                 fullest, least = index, room
         free[fullest] -= length
-        packed.append(length)
+        placed.append(length)
         if least == roomiest:
             roomiest = max(free) if several else free[0]
     for index, room in enumerate(free):
         rooms[index] -= -(-(rooms[index] - room) // TILE) * TILE
-    return packed, rest
+    return placed, unplaced

@@ -109,12 +109,12 @@ class LiveCluster:
     def leave(self, name: str, now: float) -> None:
         """Removes a job: it has ended, or may not run for now. Others of its group train on."""
         self._advance(now)
-        gone = self.jobs.pop(name)
+        leaver = self.jobs.pop(name)
         self._counted.pop(name, None)
-        self._ledger.leave(gone.job)
-        self._waiting_s.pop(gone.job.user, None)
-        if gone.group is not None:
-            group = self.groups[gone.group]
+        self._ledger.leave(leaver.job)
+        self._waiting_s.pop(leaver.job.user, None)
+        if leaver.group is not None:
+            group = self.groups[leaver.group]
             self._set_group(replace(group, members=tuple(m for m in group.members if m != name)), now)
 
     def progress(self, name: str, steps: float, now: float) -> None:

@@ -76,8 +76,8 @@ class Columns(NamedTuple):
     def left_steps(self, now: float) -> Floats:
         """As `JobState.left_steps`."""
         since = now - self.at_s
-        done = np.where(since > 0.0, self.done_steps + self.steps_per_s * since, self.done_steps)
-        return np.maximum(self.steps - done, 1.0)
+        done_steps = np.where(since > 0.0, self.done_steps + self.steps_per_s * since, self.done_steps)
+        return np.maximum(self.steps - done_steps, 1.0)
 
     def waited_s(self, now: float) -> Floats:
         """As `JobState.waited`."""

@@ -57,13 +57,13 @@ class Profile:
         Args:
             mesh: stages, replicas, capacity in tokens.
         """
-        known = self._known.get(mesh)
-        if known is None:
+        demand = self._known.get(mesh)
+        if demand is None:
             stages, replicas, capacity_tokens = mesh
             tokens = self.batch_tokens / (self.slots_at(capacity_tokens, replicas) + stages - 1)
             padding = TILE / 2 * (1 + self.batch_tokens / capacity_tokens) / self.batch_tokens
-            known = self._known[mesh] = (tokens, tokens * (1 + padding))
-        return known
+            demand = self._known[mesh] = (tokens, tokens * (1 + padding))
+        return demand
 
     def between_steps_s(self, mesh: tuple[int, int, int], cost: SlotCost) -> float:
         """Seconds for which a group stops per step of the job: its update, and its part of an evaluation.
@@ -107,8 +107,8 @@ def _packed(jobs: Sequence[Job], size: int) -> list[Profile]:
     longest = [int(-(-of.max() // TILE) * TILE) for of in lengths]
     capacities = [_capacities(tokens) for tokens in longest]
     counts = [len(of) for of in capacities]
-    taken = np.arange(BATCHES * size)
-    batches = np.stack([of[taken % len(of)] for of in lengths]).reshape(len(jobs), BATCHES, size)
+    positions = np.arange(BATCHES * size)
+    batches = np.stack([of[positions % len(of)] for of in lengths]).reshape(len(jobs), BATCHES, size)
     samples = np.repeat(-np.sort(-batches, axis=2), counts, axis=0).reshape(-1, size)
     bins = _first_fit(samples, np.repeat(np.concatenate(capacities), BATCHES)).reshape(-1, BATCHES)
     scale = np.repeat([job.global_batch / size for job in jobs], counts)[:, None]
@@ -140,7 +140,7 @@ def _first_fit(samples: NDArray[np.int64], capacities: NDArray[np.int64]) -> NDA
 
     A microbatch of one job is padded to whole tiles only at its end.
     """
-    used = np.ones(len(samples), np.int64)
+    num_bins = np.ones(len(samples), np.int64)
     rest = np.flatnonzero(samples.sum(axis=1) > capacities)  # the others need one
     rows, size = len(rest), samples.shape[1]
     left, room = samples[rest].astype(np.int32), np.repeat(capacities[rest].astype(np.int32), size).reshape(rows, size)
@@ -152,5 +152,5 @@ def _first_fit(samples: NDArray[np.int64], capacities: NDArray[np.int64]) -> NDA
         index = fits.argmax(axis=1)
         flat[first + index] -= tokens
         np.maximum(last, index, out=last)
-    used[rest] = last + 1
-    return used
+    num_bins[rest] = last + 1
+    return num_bins

@@ -67,8 +67,8 @@ class Rates:
 
     def prepare(self, jobs: Iterable[Job]) -> None:
         """Computes the profiles of many jobs at once, in a fraction of the time."""
-        new = {self.key(job): job for job in jobs if PROFILE not in self._jobs.results(job)}
-        for job, profile in zip(new.values(), make_profiles([*new.values()]), strict=True):
+        job_by_key = {self.key(job): job for job in jobs if PROFILE not in self._jobs.results(job)}
+        for job, profile in zip(job_by_key.values(), make_profiles([*job_by_key.values()]), strict=True):
             self._jobs.results(job)[PROFILE] = profile
 
     def isolated_rate(self, job: Job, kind: Kind, gpus: int) -> IsolatedRate | None:
@@ -94,18 +94,18 @@ class Rates:
         Returns None if the jobs fit on no mesh.
         """
         keys = tuple(map(self.key, members))
-        asked = (keys, kind, gpus)
-        if asked in self._groups:
-            return self._groups[asked]
+        question = (keys, kind, gpus)
+        if question in self._groups:
+            return self._groups[question]
         self._make_room(self._groups)
         order = sorted(range(len(keys)), key=keys.__getitem__)
         key = (tuple(keys[i] for i in order), kind, gpus)
         if key not in self._groups:
             self._groups[key] = self._search_group([members[i] for i in order], kind, gpus)
         rate = self._groups[key]
-        if key != asked:
+        if key != question:
             ranking = sorted(range(len(order)), key=order.__getitem__)
-            rate = self._groups[asked] = rate.reordered(ranking) if rate is not None else None
+            rate = self._groups[question] = rate.reordered(ranking) if rate is not None else None
         return rate
 
     def ranked(self, members: Sequence[Job], kind: Kind, gpus: int, most: int) -> list[GroupRate]:

@@ -50,8 +50,8 @@ def replay_html(results: Sequence[ClusterResult], *, title: str = "Cluster repla
 
 
 def _run(result: ClusterResult, bases: list[str]) -> dict[str, Any]:
-    used = {span.worker for span in result.accounts.groups}
-    workers = sorted(used, key=lambda name: (len(name), name))  # host2 before host10
+    worker_names = {span.worker for span in result.accounts.groups}
+    workers = sorted(worker_names, key=lambda name: (len(name), name))  # host2 before host10
     rows = {worker: row for row, worker in enumerate(workers)}
     width = max((gpu + 1 for span in result.accounts.groups for gpu in span.gpus), default=1)
     names = [job.name for job in result.jobs]
@@ -151,13 +151,13 @@ def completion_svg(results: Sequence[ClusterResult]) -> str:
             parts.append(f'<text x="{x(seconds):.1f}" y="{floor + 18}" text-anchor="middle">{name}</text>')
     for number, (policy, completion_s) in enumerate(times.items()):
         color = COLORS[number % len(COLORS)]
-        kept = (
+        points_s = (
             completion_s
             if len(completion_s) <= 400
             else completion_s[np.linspace(0, len(completion_s) - 1, 400).astype(int)]
         )
-        shares = (np.searchsorted(completion_s, kept, side="right")) / len(completion_s)
-        line = " ".join(f"{x(t):.1f},{y(s):.1f}" for t, s in zip(kept, shares, strict=True))
+        shares = (np.searchsorted(completion_s, points_s, side="right")) / len(completion_s)
+        line = " ".join(f"{x(t):.1f},{y(s):.1f}" for t, s in zip(points_s, shares, strict=True))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
         at = LEFT + number * 110
         parts.append(f'<rect x="{at}" y="{HEIGHT - 18}" width="12" height="12" rx="3" fill="{color}"/>')

@@ -72,16 +72,16 @@ def fair_finishes_s(
 
 def _serve(queues: Mapping[str, Sequence[_Left]], users: Mapping[str, User], gpus: float) -> list[tuple[_Left, float]]:
     """The jobs that train now, with their GPUs."""
-    demand = [min(sum(left.gpus for left in queue), users[user].max_gpus or inf) for user, queue in queues.items()]
+    demand = [min(sum(entry.gpus for entry in queue), users[user].max_gpus or inf) for user, queue in queues.items()]
     shares = fair_shares(demand, [users[user].weight for user in queues], gpus)
     served: list[tuple[_Left, float]] = []
     for share, queue in zip(shares, queues.values(), strict=True):
-        for left in queue:
-            taken = min(share, float(left.gpus))
-            if taken <= 1e-9:
+        for entry in queue:
+            gpu_share = min(share, float(entry.gpus))
+            if gpu_share <= 1e-9:
                 break
-            served.append((left, taken))
-            share -= taken
+            served.append((entry, gpu_share))
+            share -= gpu_share
     return served
 
 
@@ -137,7 +137,7 @@ class ClusterResult:
     @cached_property
     def completed(self) -> tuple[Job, ...]:
         """Jobs with a result, each with the steps that it took."""
-        lost = {name for name, ended in self.ended.items() if ended.how != "early"}
+        lost = {name for name, ending in self.ended.items() if ending.how != "early"}
         return tuple(
             replace(job, steps=max(1, round(self.ended[job.name].steps))) if job.name in self.ended else job
             for job in self.jobs
@@ -178,8 +178,8 @@ class ClusterResult:
 
         Work is tokens times their isolated cost. Shares follow the weights of the users with unfinished jobs.
         """
-        got, entitled = self.accounts.user_got, self.accounts.user_entitled
-        return jain([got[user] / entitled[user] for user in got if entitled[user] > 0])
+        gpu_s, entitled_gpu_s = self.accounts.user_got, self.accounts.user_entitled
+        return jain([gpu_s[user] / entitled_gpu_s[user] for user in gpu_s if entitled_gpu_s[user] > 0])
 
     @cached_property
     def finish_time_fairness(self) -> dict[str, float]:

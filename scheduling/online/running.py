@@ -98,15 +98,15 @@ class Running:
         if live is None or live.version != version:
             return False
         self._settle(live, now)
-        done = [
+        finished_names = [
             name
             for name in live.state.members
             if self._last_step(name) - self.unfinished[name].done_steps <= 1e-6 * self.jobs[name].steps
         ]
-        for name in done:
+        for name in finished_names:
             self._end(name, self._ends[name].how if name in self._ends else "", now)
-        self._leave(live, done, now)
-        return bool(done)
+        self._leave(live, finished_names, now)
+        return bool(finished_names)
 
     def cancel(self, name: str, now: float) -> bool:
         """Removes a job, waiting or in a group whose others train on; returns whether it was there."""
@@ -134,8 +134,8 @@ class Running:
         self.ledger.leave(self.jobs[name])
 
     def _leave(self, live: LiveGroup, gone: Sequence[str], now: float) -> None:
-        rest = tuple(name for name in live.state.members if name not in gone)
-        self._set(live, replace(live.state, members=rest), live.state.ready_s, now)
+        members = tuple(name for name in live.state.members if name not in gone)
+        self._set(live, replace(live.state, members=members), live.state.ready_s, now)
 
     def fail(self, worker: str, now: float) -> list[str]:
         """Ends all groups of a worker; their members lose the progress since the last save. Returns their names."""
@@ -238,8 +238,8 @@ class Running:
             for name, steps_per_s in zip(state.members, live.rate.steps_per_s, strict=True):
                 mine = replace(self.unfinished[name], steps_per_s=steps_per_s, speed=speeds.get(name, 1.0))
                 self.unfinished[name] = mine
-                left = max(0.0, self._last_step(name) - mine.done_steps)
-                first = min(first, mine.at_s + left / steps_per_s)
+                left_steps = max(0.0, self._last_step(name) - mine.done_steps)
+                first = min(first, mine.at_s + left_steps / steps_per_s)
         self.ledger.set_group(live.state, live.rate, now)
         if first < inf:
             self.expect(max(first, now), state.name, live.version)

@@ -127,13 +127,13 @@ def share_slots(members: Members, mesh: Mesh, cost: SlotCost) -> Slots:
         caps.append(cap)
         padded += with_padding
         squares += cap * profile.squares
-    wanted = sum(caps)
-    tokens = wanted
+    demand = sum(caps)
+    tokens = demand
     if len(caps) > 1:
-        caps = fair_shares(caps, members.weights, filled(padded / room, len(caps)) * room * wanted / padded)
+        caps = fair_shares(caps, members.weights, filled(padded / room, len(caps)) * room * demand / padded)
         tokens = sum(caps)
     steps = [cap / profile.batch_tokens for cap, profile in zip(caps, profiles, strict=True)]
-    slot_s = cost.seconds(mesh.capacity_tokens, mesh.capacity_tokens * squares / wanted)
+    slot_s = cost.seconds(mesh.capacity_tokens, mesh.capacity_tokens * squares / demand)
     slot_s += between_steps_s(profiles, steps, mesh, cost)
     return Slots(mesh, slot_s, steps, tokens / slot_s, tokens / room)
 
@@ -179,10 +179,10 @@ def fair_shares(caps: Sequence[float], weights: Sequence[float], room: float) ->
     [1.0, 4.0, 4.0]
     """
     shares = [0.0] * len(caps)
-    weight_left = sum(weights)
+    open_weight = sum(weights)
     for ratio, i in sorted([(caps[i] / weights[i], i) for i in range(len(caps))]):
-        level = min(ratio, room / weight_left)
+        level = min(ratio, room / open_weight)
         shares[i] = level * weights[i]
         room -= shares[i]
-        weight_left -= weights[i]
+        open_weight -= weights[i]
     return shares

@@ -60,9 +60,9 @@ class Simulator:
         self.workers = {worker.name: worker for worker in workers}
         self.now = 0.0
         self.down: dict[str, int] = {}
-        named = {user.name: user for user in users}
-        names = sorted({job.user for job in jobs} | named.keys())
-        accounts = {name: named.get(name, User(name)) for name in names}
+        user_by_name = {user.name: user for user in users}
+        names = sorted({job.user for job in jobs} | user_by_name.keys())
+        accounts = {name: user_by_name.get(name, User(name)) for name in names}
         self.ledger = Ledger(workers, rates, accounts, self.jobs)
         self.running = Running(
             self.jobs,
@@ -96,10 +96,10 @@ class Simulator:
             if now - self.now < 0:
                 raise PlanError("online.clock", f"an event of {now} s comes after {self.now} s")
             self._advance(now)
-            asked = False
+            decision_due = False
             while self.events and self.events[0].time_s <= now:
-                asked |= self._happen(heapq.heappop(self.events))
-            if asked or now >= next_tick:
+                decision_due |= self._happen(heapq.heappop(self.events))
+            if decision_due or now >= next_tick:
                 self._decide()
             if len(self.running.finish_s) == len(self.jobs):
                 break
@@ -142,8 +142,8 @@ class Simulator:
         if event.order == FAULT:
             self.down[event.name] = self.down.get(event.name, 0) + 1
             self.ledger.up(self.workers[event.name], False)
-            ended = self.running.fail(event.name, self.now)
-            self.decisions += [(self.now, f"{event.name} failed: {group} ends") for group in ended]
+            ended_groups = self.running.fail(event.name, self.now)
+            self.decisions += [(self.now, f"{event.name} failed: {group} ends") for group in ended_groups]
             return True
         if event.order == REPAIR:
             self.down[event.name] -= 1

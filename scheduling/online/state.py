@@ -41,8 +41,8 @@ class JobState:
     def left_steps(self, now: float) -> float:
         """Predicted; at least one, for a job that is later than predicted has not ended."""
         since = now - self.at_s  # without max(): a decision asks for every job
-        done = self.done_steps + self.steps_per_s * since if since > 0.0 else self.done_steps
-        return self.job.steps - done if done + 1.0 < self.job.steps else 1.0
+        done_steps = self.done_steps + self.steps_per_s * since if since > 0.0 else self.done_steps
+        return self.job.steps - done_steps if done_steps + 1.0 < self.job.steps else 1.0
 
     def waited(self, now: float) -> float:
         """Seconds without a group since arrival."""
@@ -189,10 +189,10 @@ def after(state: ClusterState, decisions: Sequence[Decision]) -> dict[str, Group
 
 def held_gpus(groups: Iterable[tuple[int, Sequence[str]]], jobs: Mapping[str, JobState]) -> dict[str, float]:
     """GPUs per user: a group's GPUs are split by the weights of its members."""
-    held: dict[str, float] = {}
+    gpus_by_user: dict[str, float] = {}
     for gpus, members in groups:
         weights = [jobs[name].job.weight for name in members]
         for name, weight in zip(members, weights, strict=True):
             user = jobs[name].job.user
-            held[user] = held.get(user, 0.0) + gpus * weight / sum(weights)
-    return held
+            gpus_by_user[user] = gpus_by_user.get(user, 0.0) + gpus * weight / sum(weights)
+    return gpus_by_user

@@ -93,22 +93,22 @@ def generate_trace(
     rates, rng = rates or Rates(), np.random.default_rng(seed)
     bases = bases or BASES
     activity = 1 / np.arange(1, users + 1) ** 0.8
-    drawn: list[Job] = []
+    trace: list[Job] = []
     gaps: list[float] = []
-    while len(drawn) < jobs:
+    while len(trace) < jobs:
         user = f"user{rng.choice(users, p=activity / activity.sum()):02d}"
-        first = draw_job(rng, shape, bases, rates, workers, name=f"j{len(drawn):05d}", user=user)
+        first = draw_job(rng, shape, bases, rates, workers, name=f"j{len(trace):05d}", user=user)
         size = int(rng.integers(*shape.sweep_jobs, endpoint=True)) if rng.random() < shape.sweep_rate else 1
         gaps += [rng.exponential() * size] + [0.0] * (size - 1)
-        drawn += [first] if size == 1 else [_variant(first, i, int(rng.choice([8, 16, 32]))) for i in range(size)]
-    drawn, gaps = drawn[:jobs], gaps[:jobs]
+        trace += [first] if size == 1 else [_variant(first, i, int(rng.choice([8, 16, 32]))) for i in range(size)]
+    trace, gaps = trace[:jobs], gaps[:jobs]
     if at_start:
-        return drawn
-    work = sum(gpu_seconds(job, workers, rates) for job in drawn)
+        return trace
+    work = sum(gpu_seconds(job, workers, rates) for job in trace)
     evenly = np.cumsum(gaps)
     evenly *= work / (load * sum(worker.gpus for worker in workers)) / evenly[-1]
     times = _warp(evenly, shape.day)
-    return [replace(job, arrival_s=round(float(time), 3)) for job, time in zip(drawn, times, strict=True)]
+    return [replace(job, arrival_s=round(float(time), 3)) for job, time in zip(trace, times, strict=True)]
 
 
 def draw_job(
@@ -156,8 +156,8 @@ def _warp(times: NDArray[np.float64], day: float) -> NDArray[np.float64]:
         return times
     grid: NDArray[np.float64] = np.linspace(0, float(times[-1]), 20_000)
     arrived = grid - day * DAY_S / (2 * np.pi) * np.sin(2 * np.pi * grid / DAY_S)
-    moved = np.interp(times * arrived[-1] / times[-1], arrived, grid)  # pyright: ignore[reportUnknownVariableType]
-    return np.asarray(moved, np.float64)  # pyright: ignore[reportUnknownArgumentType]
+    warped = np.interp(times * arrived[-1] / times[-1], arrived, grid)  # pyright: ignore[reportUnknownVariableType]
+    return np.asarray(warped, np.float64)  # pyright: ignore[reportUnknownArgumentType]
 
 
 OWN = ("name", "user", "base", "arrival_s", "lengths", "global_batch", "steps")

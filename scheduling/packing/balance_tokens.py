@@ -11,8 +11,8 @@ LIGHT = 0.85  # of the mean load; microbatches below it receive samples
 def balance_tokens(problem: Problem, filling: Filling) -> Filling:
     """Moves samples to light microbatches where their batch may run. The filling stays valid."""
     bins = Bins(problem, filling)
-    used = [load for load in bins.load.values() if load]
-    limit = LIGHT * sum(used) / max(1, len(used))
+    loads = [load for load in bins.load.values() if load]
+    limit = LIGHT * sum(loads) / max(1, len(loads))
     light = sorted((load, at) for at, load in bins.load.items() if 0 < load < limit)
     for _, at in light:
         _top_up(bins, at)

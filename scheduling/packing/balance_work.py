@@ -90,7 +90,7 @@ def _pairs(
     slots, replicas = shape
     near = 2 * problem.num_stages if problem.num_stages > 1 and not problem.weighted else 0
     places = [[(slot, replica) for replica in range(replicas)] for slot in range(slots)]
-    used = [any(work[at] for at in slot_places) for slot_places in places]
+    has_work = [any(work[at] for at in slot_places) for slot_places in places]
     for slot in sorted(range(slots), key=lambda slot: (-max(work[at] for at in places[slot]), slot)):
         slot_places = places[slot]
         if all_replicas:
@@ -98,8 +98,8 @@ def _pairs(
         else:
             for _ in range(replicas - 1):
                 yield max(slot_places, key=work.__getitem__), min(slot_places, key=work.__getitem__)
-        later = range(slot + 1, min(slots, slot + near + 1)) if used[slot] else ()
-        for later_places in [places[other] for other in later if used[other]]:
+        later = range(slot + 1, min(slots, slot + near + 1)) if has_work[slot] else ()
+        for later_places in [places[other] for other in later if has_work[other]]:
             yield max(slot_places, key=work.__getitem__), min(later_places, key=work.__getitem__)
             if replicas > 1:
                 yield min(slot_places, key=work.__getitem__), max(later_places, key=work.__getitem__)
@@ -116,26 +116,26 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
         return False
     (goes, out), (comes, back) = _subsets(len(of_heavy.bits)), _subsets(len(of_light.bits))
     budget.evaluations -= PRICE + EXCHANGE_PRICE * len(goes) * len(comes)
-    moved = (out @ of_heavy.tokens**2)[:, None] - back @ of_light.tokens**2
+    work_moved = (out @ of_heavy.tokens**2)[:, None] - back @ of_light.tokens**2
     tokens = (out @ of_heavy.tokens)[:, None] - back @ of_light.tokens
     room = {at: bins.tiles[at[0]] * bins.problem.tile_tokens - bins.load[at] for at in (heavy, light)}
     fits = (tokens <= room[light]) & (-tokens <= room[heavy])
-    change = np.where(fits, moved * (moved - float(gap)), 0).ravel()  # length⁴ can overflow int64
+    change = np.where(fits, work_moved * (work_moved - float(gap)), 0).ravel()  # length⁴ can overflow int64
     worth = np.flatnonzero(change <= -WORTH * gap * gap)
     best = worth[np.argsort(change[worth], kind="stable")[:TRIES]]
     heavy_tokens, light_tokens = bins.tokens_of(heavy), bins.tokens_of(light)
     for flat_index in map(int, best):
         budget.evaluations -= TRY_PRICE
         row, column = divmod(flat_index, len(comes))
-        gone = [(of_heavy.keys[at], int(of_heavy.tokens[at])) for at in goes[row]]
+        go = [(of_heavy.keys[at], int(of_heavy.tokens[at])) for at in goes[row]]
         come = [(of_light.keys[at], int(of_light.tokens[at])) for at in comes[column]]
-        if _has_room(bins, heavy, heavy_tokens, come, gone) and _has_room(bins, light, light_tokens, gone, come):
+        if _has_room(bins, heavy, heavy_tokens, come, go) and _has_room(bins, light, light_tokens, go, come):
             for at in goes[row]:
                 bins.move(of_heavy.keys[at], of_heavy.bits[at], heavy, light)
             for at in comes[column]:
                 bins.move(of_light.keys[at], of_light.bits[at], light, heavy)
-            work[heavy] -= int(moved[row, column])
-            work[light] += int(moved[row, column])
+            work[heavy] -= int(work_moved[row, column])
+            work[light] += int(work_moved[row, column])
             return True
     return False
 
@@ -158,8 +158,8 @@ def _has_room(
 @lru_cache(maxsize=64)
 def _subsets(count: int) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """Subsets of at most MOST_MOVED of `count` samples, and the same as a 0/1 array [subsets, count]."""
-    chosen = [places for size in range(MOST_MOVED + 1) for places in combinations(range(count), size)]
-    result = np.zeros((len(chosen), count), np.int64)
-    for row, places in enumerate(chosen):
-        result[row, list(places)] = 1
-    return chosen, result
+    subsets = [places for size in range(MOST_MOVED + 1) for places in combinations(range(count), size)]
+    table = np.zeros((len(subsets), count), np.int64)
+    for row, places in enumerate(subsets):
+        table[row, list(places)] = 1
+    return subsets, table

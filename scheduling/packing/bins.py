@@ -55,13 +55,13 @@ class Bins:
     def room_for(self, at: Place, key: Key) -> int:
         """Tokens of that batch that still fit in a microbatch."""
         tile, tiles = self.problem.tile_tokens, self.tiles[at[0]]
-        own_tokens = 0
+        other_tokens = 0
         for other, mask in self.parts[at].items():
             if other == key:
-                own_tokens = self.tokens(other, mask)
+                other_tokens = self.tokens(other, mask)
             else:
                 tiles -= -(-self.tokens(other, mask) // tile)
-        return tiles * tile - own_tokens
+        return tiles * tile - other_tokens
 
     def move(self, key: Key, bit: int, source: Place, target: Place) -> None:
         length = self.problem.batches[key[0]][key[1]].tokens[bit]

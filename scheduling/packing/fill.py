@@ -21,12 +21,12 @@ def fullest(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
         (mask of the subset, its tokens).
     """
     fitting = mask & low_bits(bisect_right(tokens, room))
-    chosen, total = 0, 0
+    subset, total = 0, 0
     while fitting.bit_count() > EXACT and tokens[bit := fitting.bit_length() - 1] * 4 <= room - total:
-        chosen, total = chosen | 1 << bit, total + tokens[bit]  # many samples: long ones first, then an exact search
+        subset, total = subset | 1 << bit, total + tokens[bit]  # many samples: long ones first, then an exact search
         fitting = (fitting ^ 1 << bit) & low_bits(bisect_right(tokens, room - total))
     more, best = _exact([(bit, tokens[bit]) for bit in _spread(fitting)], room - total)
-    return chosen | more, total + best
+    return subset | more, total + best
 
 
 def first_fit(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
@@ -35,11 +35,11 @@ def first_fit(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
     Returns:
         (mask of the subset, its tokens).
     """
-    chosen, total = 0, 0
+    subset, total = 0, 0
     while fitting := mask & low_bits(bisect_right(tokens, room - total)):
         bit = fitting.bit_length() - 1
-        chosen, total, mask = chosen | 1 << bit, total + tokens[bit], mask ^ 1 << bit
-    return chosen, total
+        subset, total, mask = subset | 1 << bit, total + tokens[bit], mask ^ 1 << bit
+    return subset, total
 
 
 def _spread(mask: int) -> list[int]:
@@ -55,13 +55,13 @@ def _exact(pending: list[tuple[int, int]], room: int) -> tuple[int, int]:
     for _, length in pending:
         reach.append(reach[-1] | reach[-1] << length)
     best = (reach[-1] & low_bits(room + 1)).bit_length() - 1
-    chosen, room_left = 0, best
+    subset, room_left = 0, best
     for index in range(len(pending) - 1, -1, -1):
         bit, length = pending[index]
         if length <= room_left and reach[index] >> (room_left - length) & 1:
-            chosen |= 1 << bit
+            subset |= 1 << bit
             room_left -= length
-    return chosen, best
+    return subset, best
 
 
 @lru_cache(maxsize=4096)

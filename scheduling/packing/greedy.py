@@ -92,7 +92,7 @@ class _State:
         wait, self.slot_tokens = problem.num_stages - 1, problem.slot_tokens
         slots = [sum(batch.total / self.slot_tokens + wait for batch in batches) for batches in problem.batches]
         self.weighted = problem.weighted or shares is not None
-        self.rank = [-left - more for left, more in zip(slots, ahead, strict=True)]
+        self.rank = [-slots_left - more for slots_left, more in zip(slots, ahead, strict=True)]
         if self.weighted:
             self.rank = [0.0] * len(slots) if shares is None else [-more for more in ahead]
         self.due = self.patience = [0.0] * len(slots)
@@ -170,10 +170,10 @@ def _shared_order(problem: Problem, state: _State, shares: Shares, order: list[i
         [*due, *others],
         *([*due, *sorted(others, key=key, reverse=True)] for key in (state.tokens.__getitem__, longest, begun)),
     ]
-    left = {tuple(some): sum(_left_after(problem, state, some, problem.tiles)) for some in (fair, *orders)}
-    fullest = min(orders, key=lambda some: left[tuple(some)])
+    left_tokens = {tuple(some): sum(_left_after(problem, state, some, problem.tiles)) for some in (fair, *orders)}
+    fullest = min(orders, key=lambda some: left_tokens[tuple(some)])
     tokens = sum(state.tokens)
-    return fullest if tokens - left[tuple(fullest)] > shares.gain * (tokens - left[tuple(fair)]) else fair
+    return fullest if tokens - left_tokens[tuple(fullest)] > shares.gain * (tokens - left_tokens[tuple(fair)]) else fair
 
 
 def _left_after(problem: Problem, state: _State, order: Sequence[int], tiles: int) -> list[int]:

@@ -110,15 +110,15 @@ def _batches(job: AdapterJob, positions: Sequence[int], limits: Limits) -> tuple
     batches: list[Batch] = []
     tail = 0
     for group in reversed(groups):
-        ordered = sorted((lengths[p % count], p) for p in group)
-        tokens = tuple(n for n, _ in ordered)
+        by_length = sorted((lengths[p % count], p) for p in group)
+        tokens = tuple(n for n, _ in by_length)
         total = sum(tokens)
         tiles = -(-total // limits.tile_tokens)
         slots = max(1, -(-tiles // limits.slot_tiles))
         batches.append(
             Batch(
                 tokens=tokens,
-                positions=tuple(p for _, p in ordered),
+                positions=tuple(p for _, p in by_length),
                 total=total,
                 full_mask=(1 << len(tokens)) - 1,
                 slots=slots,

@@ -107,9 +107,9 @@ class _Beam:
             del level[min(width, affordable) :]
             if not level:
                 return None
-            finished = next((child for child in level if not child.left), None)
-            if finished is not None:
-                return _filling(finished)
+            leaf = next((child for child in level if not child.left), None)
+            if leaf is not None:
+                return _filling(leaf)
         return None
 
     def _root(self) -> _Node:
@@ -134,22 +134,22 @@ class _Beam:
         orders = self._orders(node, free)
         for order, choose in product(orders, self.choosers):
             mask, tokens = list(node.mask), list(node.tokens)
-            filled = tuple(
+            fillings = tuple(
                 fill_microbatch(self.problem, order, node.batch, mask, tokens, choose)
                 for _ in range(self.problem.data_parallel)
             )
-            fills = frozenset(filled[0]) if len(filled) == 1 else filled
+            fills = frozenset(fillings[0]) if len(fillings) == 1 else fillings
             if fills not in states:
                 states.add(fills)
                 self.budget.evaluations -= self.price
-                yield self._child(node, slot, filled, mask, tokens)
+                yield self._child(node, slot, fillings, mask, tokens)
 
     def _orders(self, node: _Node, free: list[int]) -> list[list[int]]:
         """Orders to try: batches in progress, longest way, shortest rest, or one of the first few jobs first."""
         way, tokens, batches = node.way, node.tokens, self.problem.batches
-        begun = [job for job in free if node.mask[job] != batches[job][node.batch[job]].full_mask]
-        by_way = sorted(free, key=lambda job: (-way[job], job not in begun, -tokens[job]))
-        by_begun = sorted(by_way, key=lambda job: job not in begun)
+        begun_jobs = [job for job in free if node.mask[job] != batches[job][node.batch[job]].full_mask]
+        by_way = sorted(free, key=lambda job: (-way[job], job not in begun_jobs, -tokens[job]))
+        by_begun = sorted(by_way, key=lambda job: job not in begun_jobs)
         orders = [by_begun]
         if self.thorough:
             return [[*front, *by_begun[4:]] for front in permutations(by_begun[:4])] + [
@@ -181,9 +181,9 @@ class _Beam:
                 mask[job], tokens[job] = following.full_mask, following.total
                 way[job] = following.slots + following.tail
         score, end = self._score(slot + 1, tokens_left, mask, ready, way)
-        placed = node.placed + sum(self._squares(part) for parts in filled for part in parts)
+        squares = node.placed + sum(self._squares(part) for parts in filled for part in parts)
         return _Node(
-            score=score - LONG * placed,
+            score=score - LONG * squares,
             end=end,
             batch=tuple(batch),
             mask=tuple(mask),
@@ -191,7 +191,7 @@ class _Beam:
             ready=tuple(ready),
             way=tuple(way),
             left=tokens_left,
-            placed=placed,
+            placed=squares,
             parent=node,
             filled=filled,
         )
@@ -210,8 +210,8 @@ class _Beam:
         """The score (see the module docstring), and a lower bound on the slots."""
         score = end = now + tokens_left / self.slot_tokens
         due = end + self.problem.num_stages - 1
-        for job, rest in enumerate(mask):
-            if rest:
+        for job, job_mask in enumerate(mask):
+            if job_mask:
                 alone = (ready[job] if ready[job] > now else now) + way[job]
                 score += _power_of_two((alone - due) / DOUBLES)
                 if alone > end:

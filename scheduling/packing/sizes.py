@@ -41,7 +41,7 @@ class Prices:
     def _cover(self, tiles: int) -> float:
         for count in range(len(self._known), tiles + 1):
             ends = (self._known[max(0, count - size * self._replicas)] for size in self.tiles)
-            self._known.append(min(s + rest for s, rest in zip(self.seconds, ends, strict=True)))
+            self._known.append(min(slot_s + end_s for slot_s, end_s in zip(self.seconds, ends, strict=True)))
         return self._known[max(0, tiles)]
 
 
@@ -70,12 +70,12 @@ class SizeChoice:
         for index, tiles in enumerate(prices.tiles):
             if index > self._most and best[1]:
                 break
-            left = tokens(tiles)
-            placed = sum(before) - sum(left)
-            if not placed:
+            left_tokens = tokens(tiles)
+            placed_tokens = sum(before) - sum(left_tokens)
+            if not placed_tokens:
                 continue
-            rest = sum(-(-count // tile) for count in left) if alone else 0
-            score = prices.seconds[index] + prices.cover(rest) if alone else prices.seconds[index] / placed
+            left_tiles = sum(-(-count // tile) for count in left_tokens) if alone else 0
+            score = prices.seconds[index] + prices.cover(left_tiles) if alone else prices.seconds[index] / placed_tokens
             best = min(best, (score, tiles))
         return best[1]
 

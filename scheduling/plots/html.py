@@ -20,17 +20,17 @@ def timeline_html(timeline: Timeline, *, title: str = "", note: str = "", compar
         note: a sentence under the title, for example what limits the plan.
         compare: a second timeline.
     """
-    shown = [timeline] if compare is None else [timeline, compare]
+    charts = [timeline] if compare is None else [timeline, compare]
     from importlib.resources import files  # slow to import and rarely needed
 
     template = files("scheduling.plots").joinpath("timeline.html").read_text("utf-8")
     data = json.dumps(
-        [_data(chart, adapter_colors(*shown)) for chart in shown], separators=(",", ":"), allow_nan=False
+        [_data(chart, adapter_colors(*charts)) for chart in charts], separators=(",", ":"), allow_nan=False
     ).replace("<", "\\u003c")
     page = {
         "@TITLE@": escape(title or (timeline.title or "timeline" if compare is None else "Two timelines")),
         "@NOTE@": f"<p>{escape(note)}</p>\n" if note else "",
-        "@TABLES@": "\n".join(_table(chart, None if chart is timeline else timeline) for chart in shown),
+        "@TABLES@": "\n".join(_table(chart, None if chart is timeline else timeline) for chart in charts),
         "@DATA@": data,
     }
     for name, text in page.items():
@@ -74,8 +74,8 @@ def _ends(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
     """The first and the last spans, if there are too many."""
     if len(spans) <= most:
         return spans
-    ordered = sorted(spans, key=lambda span: span.start_s)
-    return (*ordered[: most // 2], *ordered[-most // 2 :])
+    by_start = sorted(spans, key=lambda span: span.start_s)
+    return (*by_start[: most // 2], *by_start[-most // 2 :])
 
 
 def _table(timeline: Timeline, reference: Timeline | None) -> str:

@@ -13,8 +13,8 @@ def to_perfetto(timeline: Timeline, *, compare: Timeline | None = None) -> dict[
 
     Times are microseconds from the first forward of each timeline, so predicted and measured runs align.
     """
-    shown = [timeline] if compare is None else [timeline, compare]
-    events = [event for pid, chart in enumerate(shown, start=1) for event in _process(chart, pid)]
+    charts = [timeline] if compare is None else [timeline, compare]
+    events = [event for pid, chart in enumerate(charts, start=1) for event in _process(chart, pid)]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 

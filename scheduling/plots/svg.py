@@ -31,12 +31,12 @@ def timeline_svg(
         compare: a second timeline, under the first on the same time scale.
         colors: adapter → colour, for a page that draws the adapters elsewhere, too (None: by first appearance).
     """
-    shown = [timeline] if compare is None else [timeline, compare]
+    charts = [timeline] if compare is None else [timeline, compare]
     start = 0.0 if start_s is None else start_s
-    end = max(chart.duration_s for chart in shown) if end_s is None else end_s
+    end = max(chart.duration_s for chart in charts) if end_s is None else end_s
     window = _Window(start, end, (width - LEFT - 10) / max(end - start, 1e-12))
-    colors = adapter_colors(*shown) | dict(colors or {})
-    bottom = sum(map(_height, shown))
+    colors = adapter_colors(*charts) | dict(colors or {})
+    bottom = sum(map(_height, charts))
     height = bottom + 24 + 20 * (1 + len(colors) // 6)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
@@ -44,7 +44,7 @@ def timeline_svg(
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]
     top = 0
-    for chart in shown:
+    for chart in charts:
         parts += _drawing(chart, window, colors, top, width)
         top += _height(chart)
     parts += _axis(start, end, width, bottom + 6)

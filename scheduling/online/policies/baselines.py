@@ -162,8 +162,8 @@ class Srtf(Baseline):
 
     def _make_room(self, draft: Draft, job: JobState, seconds_of: dict[str, float], now: float) -> bool:
         """Frees the block whose shortest job is longest, if each has more left than this job and its start."""
-        own_left_s = seconds_of[job.job.name] + self.rates.changes.open_s(job.job.shape)
-        best, last = None, (-job.job.priority, own_left_s)
+        job_left_s = seconds_of[job.job.name] + self.rates.changes.open_s(job.job.shape)
+        best, last = None, (-job.job.priority, job_left_s)
         rank = {name: (-state.job.priority, seconds_of[name]) for name, state in draft.state.jobs.items()}
         rate, kind = self._isolated_rates(draft, job.job)[0]
         for worker in draft.state.workers.values():

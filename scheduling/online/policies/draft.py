@@ -55,8 +55,8 @@ class Draft:
 
     def waiting(self) -> list[JobState]:
         """Jobs that are in no group of the draft."""
-        placed = {name for group in self.groups.values() for name in group.members}
-        return [job for name, job in self.state.jobs.items() if name not in placed]
+        members = {name for group in self.groups.values() for name in group.members}
+        return [job for name, job in self.state.jobs.items() if name not in members]
 
     def free_gpus(self) -> int:
         return sum(self.count.values())
@@ -144,11 +144,11 @@ class Draft:
         """The decisions that turn the real groups into the draft."""
         decisions: list[Decision] = []
         for name, before in self.state.groups.items():
-            now = self.groups.get(name)
-            if now is None or now.is_new:
+            after = self.groups.get(name)
+            if after is None or after.is_new:
                 decisions.append(Decision(kind="close", group=name, why="its GPUs go to another group"))
-            elif (before.members, before.gpus, before.mesh) != (tuple(now.members), now.gpus, now.mesh):
-                decisions.append(self._decision("change", now))
+            elif (before.members, before.gpus, before.mesh) != (tuple(after.members), after.gpus, after.mesh):
+                decisions.append(self._decision("change", after))
         return decisions + [self._decision("open", group) for group in self.groups.values() if group.is_new]
 
     def _decision(self, kind: Literal["open", "change"], group: DraftGroup) -> Decision:

@@ -42,28 +42,28 @@ def _tolerable(search: Search, group: DraftGroup) -> tuple[list[str], GroupRate 
 
 def join_or_swap(search: Search) -> bool:
     """Makes the join or swap with the largest gain in worth that every member that trained tolerates."""
-    best, chosen = None, None
+    best, best_group = None, None
     waiting = {base: names for base in search.backlog if (names := search.first_waiting(base))}
     for group in search.poorest([group for group in search.draft.groups.values() if group.base in waiting]):
-        known = search.options.setdefault(group.name, {})
+        options_by_job = search.options.setdefault(group.name, {})
         for name in waiting[group.base]:
-            options = known.get(name)
+            options = options_by_job.get(name)
             if options is None:
-                options = known[name] = _options(search, group, name)
+                options = options_by_job[name] = _options(search, group, name)
             while options and (best is None or options[0].gain > best.gain):
                 first = options.pop(0)
                 option = _tolerated(search, group, first)
                 if option is not None:
                     insort(options, option, key=lambda option: -option.gain)
                 if option == first:
-                    best, chosen = option, group
-    if best is None or chosen is None:
+                    best, best_group = option, group
+    if best is None or best_group is None:
         return False
-    joins = ", ".join(name for name in best.members if name not in chosen.members)
-    leaves = ", ".join(name for name in chosen.members if name not in best.members)
-    reason = search.appraiser.reason(best.members, best.rate, search.draft.kind(chosen), [chosen])
+    joins = ", ".join(name for name in best.members if name not in best_group.members)
+    leaves = ", ".join(name for name in best_group.members if name not in best.members)
+    reason = search.appraiser.reason(best.members, best.rate, search.draft.kind(best_group), [best_group])
     change = f"{joins} joins" + (f" instead of {leaves}" if leaves else "")
-    search.change(chosen, best.members, best.rate, f"{change}: {reason}")
+    search.change(best_group, best.members, best.rate, f"{change}: {reason}")
     return True
 
 

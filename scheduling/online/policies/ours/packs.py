@@ -36,9 +36,9 @@ def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack 
         else:
             misses += 1
     for members, rate in reversed(grown):  # the largest whose bounds hold as batches are packed
-        packed = appraiser.packed(members, kind, rate)
-        if packed is not None and _stay_within(search, members, kind, packed):
-            return Pack(members, packed, appraiser.worth(members, packed), search.lasts_s(members, packed))
+        exact_rate = appraiser.packed(members, kind, rate)
+        if exact_rate is not None and _stay_within(search, members, kind, exact_rate):
+            return Pack(members, exact_rate, appraiser.worth(members, exact_rate), search.lasts_s(members, exact_rate))
     return None
 
 
@@ -97,10 +97,10 @@ def evict(search: Search) -> bool:
         return False
     best, most = None, 0.0
     free_s = _next_free_s(search)
-    old = search.by_worth([group for group in search.draft.groups.values() if _may_go(search, group)])
+    candidates = search.by_worth([group for group in search.draft.groups.values() if _may_go(search, group)])
     for base in bases:
         first = search.backlog[base][0]
-        yielding = (group for group in old if group.base != base and _yields(search, group, first))
+        yielding = (group for group in candidates if group.base != base and _yields(search, group, first))
         for group in islice(yielding, VICTIMS):
             pack = first_pack(search, base, search.draft.kind(group), len(group.gpus))
             if pack is None:

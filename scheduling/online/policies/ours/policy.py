@@ -75,15 +75,15 @@ class Ours:
     def _forget_ended(self, state: ClusterState) -> None:
         """Keeps the cache about as small as the state: a service runs for months."""
         if len(self._known) > 2 * len(state.jobs) + SPARE:
-            self._known = {name: known for name, known in self._known.items() if name in state.jobs}
+            self._known = {name: entry for name, entry in self._known.items() if name in state.jobs}
 
     def _prepare_new(self, state: ClusterState) -> None:
-        new = [job_state.job for name, job_state in state.jobs.items() if name not in self._known]
-        if new:
-            self.rates.prepare(new)
+        new_jobs = [job_state.job for name, job_state in state.jobs.items() if name not in self._known]
+        if new_jobs:
+            self.rates.prepare(new_jobs)
 
     def _step_cost(self, sizes: Sizes, job: Job) -> StepCost:
-        known = self._known.get(job.name)
-        if known is None or known[0] is not job or known[1] != sizes:
-            known = self._known[job.name] = (job, sizes, step_cost(self.rates, job, sizes))
-        return known[2]
+        entry = self._known.get(job.name)
+        if entry is None or entry[0] is not job or entry[1] != sizes:
+            entry = self._known[job.name] = (job, sizes, step_cost(self.rates, job, sizes))
+        return entry[2]

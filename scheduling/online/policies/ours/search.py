@@ -136,8 +136,8 @@ class Search:
 
     def lasts_s(self, members: Sequence[str], rate: GroupRate) -> float:
         """Seconds until the last of these members ends, at least `LEAST_S`."""
-        left = (self.state.jobs[name].left_steps(self.now) for name in members)
-        return max(LEAST_S, *map(truediv, left, rate.steps_per_s))
+        left_steps = (self.state.jobs[name].left_steps(self.now) for name in members)
+        return max(LEAST_S, *map(truediv, left_steps, rate.steps_per_s))
 
     def start_s(self, base: str, block: Block, gpus: int, name: str) -> float:
         """Seconds until a group trains on a free block: fewer if an idle session of its base and size is there."""
@@ -189,10 +189,10 @@ class Search:
         for name in set(members) - set(group.members):
             self.backlog[group.base].remove(name)
             self._forget_packs(group.base)
-        started = {job_state.job.name for job_state in self.overdue} & set(members)
-        if started:
-            self.protected |= started
-            self.overdue = [job_state for job_state in self.overdue if job_state.job.name not in started]
+        overdue_members = {job_state.job.name for job_state in self.overdue} & set(members)
+        if overdue_members:
+            self.protected |= overdue_members
+            self.overdue = [job_state for job_state in self.overdue if job_state.job.name not in overdue_members]
             self._first_overdue = None
         for name in set(group.members) - set(members):
             self.release(name)

@@ -47,14 +47,14 @@ def _split_of(search: Search, group: DraftGroup) -> _Split | None:
         return None
     worth, kind = appraiser.of(group), search.draft.kind(group)
     rate = appraiser.packed_rate(group.members, kind, half)
-    if rate is None or (rest := appraiser.worth(group.members, rate)) < LEAST_WORTH * worth:
+    if rate is None or (half_worth := appraiser.worth(group.members, rate)) < LEAST_WORTH * worth:
         return None
-    packed = best_pack(search, kind, half)
-    if packed is None:
+    best = best_pack(search, kind, half)
+    if best is None:
         return None
-    open_s, (base, pack) = search.open_s(group.members[0]), packed
+    open_s, (base, pack) = search.open_s(group.members[0]), best
     effect_s = min(search.settings.horizon_s, pack.lasts_s)
-    gain = (rest + pack.worth) * (1 - open_s / effect_s) - worth * (1 + search.settings.margin)
+    gain = (half_worth + pack.worth) * (1 - open_s / effect_s) - worth * (1 + search.settings.margin)
     if gain <= 0 or not appraiser.tolerates(
         group.members, rate, group.members, kind, search.move_s(group.members[0], [group.worker])
     ):
@@ -95,21 +95,21 @@ def _growth_of(search: Search, group: DraftGroup) -> _Growth | None:
     if not group.members or size > LARGEST or first + size > search.state.workers[group.worker].gpus:
         return None
     around = range(first, first + size)
-    merged = search.draft.groups_on(group.worker, around)
-    for other in merged:
+    neighbours = search.draft.groups_on(group.worker, around)
+    for other in neighbours:
         if other.base != group.base or other.gpus[0] < first or other.gpus[-1] >= first + size:
             return None
         if other.name < group.name:
             return None  # the merger is found from the other group
         if other.ready_s > search.now:
             return None  # its session opens, or stops for a change
-    members = [name for other in merged for name in other.members]
+    members = [name for other in neighbours for name in other.members]
     kind = search.draft.kind(group)
     rate = search.appraiser.packed_rate(members, kind, size)
     if rate is None:
         return None
-    gain = _gain(search, merged, members, kind, rate)
-    return _Growth(gain, merged, members, rate, (group.worker, first)) if gain is not None else None
+    gain = _gain(search, neighbours, members, kind, rate)
+    return _Growth(gain, neighbours, members, rate, (group.worker, first)) if gain is not None else None
 
 
 def _gain(search: Search, groups: list[DraftGroup], members: list[str], kind: Kind, rate: GroupRate) -> float | None:

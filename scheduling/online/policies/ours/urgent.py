@@ -67,16 +67,16 @@ def _open(search: Search, state: JobState, *, clear: bool = False) -> bool:
 def _join(search: Search, state: JobState) -> bool:
     """Adds the job to a group of its base, or puts it in the place of a member that comes after it."""
     name, base = state.job.name, state.job.base_name
-    best, chosen = None, None
+    best, best_group = None, None
     for group in search.draft.groups.values():
         if group.base == base and group.members:
             for option in _options(search, group, name):
                 if best is None or option.gain > best.gain:
-                    best, chosen = option, group
-    if best is None or chosen is None:
+                    best, best_group = option, group
+    if best is None or best_group is None:
         return False
-    reason = search.appraiser.reason(best.members, best.rate, search.draft.kind(chosen), [chosen])
-    search.change(chosen, best.members, best.rate, f"{name} has waited long: {reason}")
+    reason = search.appraiser.reason(best.members, best.rate, search.draft.kind(best_group), [best_group])
+    search.change(best_group, best.members, best.rate, f"{name} has waited long: {reason}")
     return True
 
 
@@ -85,8 +85,8 @@ def _options(search: Search, group: DraftGroup, name: str) -> Iterator[Option]:
     safe = search.protected | search.claims.pressed  # they would displace others in turn
     others = [member for member in group.members if rank(member) < rank(name) and member not in safe]
     last = min(others, key=rank, default=None)
-    for left_out in (None, last) if last is not None else (None,):
-        members = [member for member in group.members if member != left_out] + [name]
+    for leaver in (None, last) if last is not None else (None,):
+        members = [member for member in group.members if member != leaver] + [name]
         kind = search.draft.kind(group)
         rate = appraiser.packed_rate(members, kind, len(group.gpus))
         stop_s = search.stop_s(group, members, rate) if rate else 0.0

@@ -56,16 +56,16 @@ class Appraiser:
         """
         if len(names) > (self.settings.most_members if self.settings.grouping else 1):
             return None
-        known = self.rates.known_group(self._keys_of(names), kind, gpus)
-        return self._allowed(names, known or self.rates.group(self.jobs(names), kind, gpus))
+        cached_rate = self.rates.known_group(self._keys_of(names), kind, gpus)
+        return self._allowed(names, cached_rate or self.rates.group(self.jobs(names), kind, gpus))
 
     def rate_on(self, names: Sequence[str], kind: Kind, mesh: Mesh) -> GroupRate | None:
         """The same on one mesh, for jobs that may share a group of this size."""
         return self._allowed(names, self._on_mesh(names, kind, mesh))
 
     def _on_mesh(self, names: Sequence[str], kind: Kind, mesh: Mesh) -> GroupRate | None:
-        known = self.rates.known_on_mesh(self._keys_of(names), kind, mesh)
-        return known or self.rates.on_mesh(self.jobs(names), kind, mesh)
+        cached_rate = self.rates.known_on_mesh(self._keys_of(names), kind, mesh)
+        return cached_rate or self.rates.on_mesh(self.jobs(names), kind, mesh)
 
     def _keys_of(self, names: Sequence[str]) -> tuple[int, ...]:
         return tuple(map(self._keys.__getitem__, names))
@@ -105,8 +105,8 @@ class Appraiser:
         return rate is not None and rate.within_bounds and self._protects(names, rate)
 
     def _formed(self, names: Sequence[str], kind: Kind, mesh: Mesh) -> GroupRate | None:
-        known = self.rates.known_formed(self._keys_of(names), kind, mesh)
-        return known or self.rates.formed(self.jobs(names), kind, mesh)
+        cached_rate = self.rates.known_formed(self._keys_of(names), kind, mesh)
+        return cached_rate or self.rates.formed(self.jobs(names), kind, mesh)
 
     def current_rate(self, group: DraftGroup) -> GroupRate | None:
         """The rate of a group of the draft on its mesh."""
@@ -157,9 +157,9 @@ class Appraiser:
             before += stall_s if name in names else 0.0
             if index == last and len(members) > 1:
                 shared_s = sorted(ahead)[-2]
-                left = (ahead[index] - shared_s) * rate.steps_per_s[index]
+                left_steps = (ahead[index] - shared_s) * rate.steps_per_s[index]
                 before, alone = before + shared_s, alone + shared_s / slowdown
-                if not self._ends_alone(name, kind, rate.mesh, left, before, alone):
+                if not self._ends_alone(name, kind, rate.mesh, left_steps, before, alone):
                     return False
             elif before + ahead[index] > mine.job.max_slowdown * (alone + ahead[index] / slowdown):
                 return False
@@ -178,7 +178,7 @@ class Appraiser:
 
     def reason(self, members: Sequence[str], rate: GroupRate, kind: Kind, instead_of: Iterable[DraftGroup] = ()) -> str:
         """Why a group is formed: gain in tokens per second over the groups that it replaces, and what it costs."""
-        before = sum(now.tokens_per_s for group in instead_of if (now := self.current_rate(group)))
+        before = sum(current.tokens_per_s for group in instead_of if (current := self.current_rate(group)))
         gain, memory = rate.tokens_per_s - before, self.rates.memory_gib(self.jobs(members), kind, rate.mesh)
         return (
             f"{rate.tokens_per_s:,.0f} tokens/s ({gain:+,.0f}), {rate.density:.0%} full, "
@@ -200,7 +200,7 @@ class Appraiser:
     def _within_quotas(self, names: Sequence[str], gpus: int) -> bool:
         """Whether a group of these jobs keeps its users within their quotas, given the other groups."""
         members = set(names)
-        rest = [(len(g.gpus), g.members) for g in self.draft.groups.values() if not members & set(g.members)]
-        held = held_gpus([*rest, (gpus, names)], self.state.jobs)
+        other_groups = [(len(g.gpus), g.members) for g in self.draft.groups.values() if not members & set(g.members)]
+        gpus_by_user = held_gpus([*other_groups, (gpus, names)], self.state.jobs)
         users = {self.state.jobs[name].job.user for name in names} & self.quotas.keys()
-        return all(held[user] <= self.quotas[user] for user in users)
+        return all(gpus_by_user[user] <= self.quotas[user] for user in users)
