@@ -53,12 +53,12 @@ def command(
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
-    chosen = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
+    generation_source = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
     prepare_machine(cache=program_cache)
     from lorafusion_jax.generation.text import TextGenerator
 
     console = out()
-    model = TextGenerator(chosen)
+    model = TextGenerator(generation_source)
     say(console, f"{', '.join(model.asked)}  ·  {HELP}", "dim")
     Conversation(model, sampling, system, console).run()
 
@@ -85,11 +85,11 @@ class Conversation:
         return line.strip() if line else None
 
     def _act(self, line: str) -> None:
-        command, _, rest = line.partition(" ")
+        command, _, arguments = line.partition(" ")
         if command == "/new":
             self._messages = {name: [] for name in self._names}
         elif command == "/adapter":
-            self._choose(rest.split())
+            self._choose(arguments.split())
         elif line.startswith("/"):
             say(self._console, HELP, "dim")
         elif line:
@@ -109,7 +109,7 @@ class Conversation:
         from lorafusion_jax.generation.text import PromptRow
 
         self._caches = self._caches or Caches()
-        asked = {name: [*self._messages[name], {"role": "user", "content": line}] for name in self._names}
+        chats = {name: [*self._messages[name], {"role": "user", "content": line}] for name in self._names}
         system = [{"role": "system", "content": self._system}] if self._system is not None else []
         plain = {name for name in self._names if self._model.tokenizer_of(name).chat_template is None}
         rows = [
@@ -119,16 +119,16 @@ class Conversation:
                 sampling=self._sampling,
                 where="the message",
             )
-            for name, messages in asked.items()
+            for name, messages in chats.items()
         ]
         alone = _Stream(self._console) if len(rows) == 1 else None
         texts = self._model(rows, on_text=alone, conversation=self._caches)
-        for generated in texts:
+        for text in texts:
             if alone is None:
-                self._console.print(f"{generated.adapter}: ", end="", style="bold")
-                self._console.print(generated.text.strip(), markup=False, highlight=False)
-            answer = {"role": "assistant", "content": generated.text.strip()}
-            self._messages[generated.adapter] = [*asked[generated.adapter], answer]
+                self._console.print(f"{text.adapter}: ", end="", style="bold")
+                self._console.print(text.text.strip(), markup=False, highlight=False)
+            answer = {"role": "assistant", "content": text.text.strip()}
+            self._messages[text.adapter] = [*chats[text.adapter], answer]
         if alone is not None:
             self._console.print()
 

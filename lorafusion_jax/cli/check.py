@@ -75,8 +75,8 @@ def command(
         return
     console = out()
     table = plain_table(("adapter", "format"), ("rows", "tokens", "learned", "max", "cut", "dropped", "held-out"))
-    shown, rest = most_telling(prepared.adapters, lambda data: data.train.report.tokens)
-    for name, data in shown.items():
+    data_by_name, omission = most_telling(prepared.adapters, lambda data: data.train.report.tokens)
+    for name, data in data_by_name.items():
         report = data.train.report
         table.add_row(
             name,
@@ -90,8 +90,8 @@ def command(
             exact(data.eval.report.rows) if data.eval else "–",
         )
     console.print(table)
-    if rest:
-        say(console, rest)
+    if omission:
+        say(console, omission)
     if losses:
         _show_base_losses(console, config, losses)
     warn(console, notes)
@@ -102,8 +102,8 @@ def _base_losses(config: JobConfig, prepared: Prepared) -> dict[str, BaseLoss]:
     prepare_machine()
     from lorafusion_jax.training.base_loss import base_losses
 
-    comes_quantised = ModelConfig.from_hf(base_directory(config)).checkpoint_format is not None
-    return base_losses(config, prepared, comes_quantised=comes_quantised)
+    has_quantised_base = ModelConfig.from_hf(base_directory(config)).checkpoint_format is not None
+    return base_losses(config, prepared, comes_quantised=has_quantised_base)
 
 
 def _show_base_losses(console: Console, config: JobConfig, losses: Mapping[str, BaseLoss]) -> None:

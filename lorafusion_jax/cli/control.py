@@ -105,9 +105,9 @@ def add_adapter(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> Non
     folder = RunFolder(run)
     config = folder.read_config()
     adapters = read_joining(jobs, config, overrides or ())
-    new = config.model_copy(update={"adapters": adapters})
-    _, prepared = checked_data(new, [])
-    warn(out(), ineffective(new) + data_notes(new, prepared))
+    joint_config = config.model_copy(update={"adapters": adapters})
+    _, prepared = checked_data(joint_config, [])
+    warn(out(), ineffective(joint_config) + data_notes(joint_config, prepared))
     write_addition(run, adapters)
     _say_asked(run, f"add {', '.join(adapter.name for adapter in adapters)}")
 

@@ -76,13 +76,13 @@ def _numbers(samples: TokenizedSet, tokenizer: Tokenizer, rows: int) -> list[dic
     """Tokens of the first samples as plain values."""
     result = []
     for index in range(min(rows, len(samples))):
-        tokens, learned = samples.sample(index)
+        tokens, loss_mask = samples.sample(index)
         lengths = samples.segment_lengths_of(index)
         result.append(
             {
                 "row": int(samples.rows[index]),
                 "tokens": tokens.tolist(),
-                "learned": learned.tolist(),
+                "learned": loss_mask.tolist(),
                 **({} if lengths is None else {"segment_lengths": list(lengths)}),
                 "pieces": [tokenizer.piece(int(token)) for token in tokens],
             }

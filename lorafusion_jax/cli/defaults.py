@@ -90,8 +90,8 @@ def _norm(calls: LayerCalls, measure: str) -> str:
     def measured(call: OpCall) -> str | None:
         return config_store.fastest(device_kind(), call)
 
-    chosen = policy.preferred_norm(**calls.norm, hopper=is_hopper(), measured=measured)
-    return _said(policy.norm_call(**calls.norm), None, lambda: chosen, measure)
+    implementation = policy.preferred_norm(**calls.norm, hopper=is_hopper(), measured=measured)
+    return _said(policy.norm_call(**calls.norm), None, lambda: implementation, measure)
 
 
 def _said(call: OpCall, setting: str | None, choose: Callable[[], str], measure: str) -> str:
@@ -99,23 +99,23 @@ def _said(call: OpCall, setting: str | None, choose: Callable[[], str], measure:
     from pallas_kernels.device import device_kind, is_hopper, target_platform
 
     try:
-        chosen = choose()
+        implementation = choose()
     except NotImplementedError as problem:
         return f"refused: {problem}"
     if setting is not None:
-        return f"{chosen}: the job asks for it"
-    decided = config_store.op_row(device_kind(), call)
-    if decided is not None and decided[0].winner == chosen:
-        row, source = decided
+        return f"{implementation}: the job asks for it"
+    measurement = config_store.op_row(device_kind(), call)
+    if measurement is not None and measurement[0].winner == implementation:
+        row, source = measurement
         where = source.path or f"shipped measurements of {source.table.device}"
         faster = f", {row.speedup:.2f} × as fast as {row.default}" if row.speedup > 1 else ""
-        return f"{chosen}: measured{faster} ({where}, {_when(source)})"
+        return f"{implementation}: measured{faster} ({where}, {_when(source)})"
     if target_platform() == "cpu":
-        return f"{chosen}: kernels are interpreted here"
-    not_served = f"the measured {decided[0].winner} does not serve this call; " if decided is not None else ""
+        return f"{implementation}: kernels are interpreted here"
+    reason = f"the measured {measurement[0].winner} does not serve this call; " if measurement is not None else ""
     if is_hopper():
-        return f"{chosen}: {not_served}shipped measurements of an NVIDIA H200"
-    return f"{chosen}: {not_served}not measured on this device, so the fallback; to measure: {measure}"
+        return f"{implementation}: {reason}shipped measurements of an NVIDIA H200"
+    return f"{implementation}: {reason}not measured on this device, so the fallback; to measure: {measure}"
 
 
 def _when(source: config_store.Source) -> str:

@@ -58,9 +58,9 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], *, rena
     """
     plain = {name: pair for name, pair in folders.items() if _is_plain(pair[0])}
     lines = []
-    served = {name: pair for name, pair in plain.items() if not (renamed_experts and pair[0].on_experts)}
-    if served and (rank := _served_rank(max(spec.rank for spec, _ in served.values()))) is not None:
-        modules = " ".join(f"{name}={folder}" for name, (_, folder) in served.items())
+    vllm_folders = {name: pair for name, pair in plain.items() if not (renamed_experts and pair[0].on_experts)}
+    if vllm_folders and (rank := _served_rank(max(spec.rank for spec, _ in vllm_folders.values()))) is not None:
+        modules = " ".join(f"{name}={folder}" for name, (_, folder) in vllm_folders.items())
         lines.append(f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {modules}")
     lines += [
         f"python convert_lora_to_gguf.py --base {base} {folder}"
@@ -72,12 +72,12 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], *, rena
 
 def _is_plain(spec: AdapterSpec) -> bool:
     experts = [name for name in EXPERTS if name in spec.targets]
-    others = spec.patterns is None and spec.head is None and spec.tokens is None
-    return spec.kind == PLAIN and others and len(experts) in (0, len(EXPERTS))
+    has_layers_only = spec.patterns is None and spec.head is None and spec.tokens is None
+    return spec.kind == PLAIN and has_layers_only and len(experts) in (0, len(EXPERTS))
 
 
 def _served_rank(rank: int) -> int | None:
-    return next((served for served in VLLM_RANKS if served >= rank), None)
+    return next((limit for limit in VLLM_RANKS if limit >= rank), None)
 
 
 DTYPES = ("float32", "bfloat16")
@@ -108,15 +108,15 @@ def command(
     assert to is not None
     if push is not None:
         hub()
-    chosen = [name for name in names if folder.latest(name) is not None] if all_adapters else [adapter or ""]
-    sources = {name: exported_folder(folder, names, name, step) for name in chosen}
+    exports = [name for name in names if folder.latest(name) is not None] if all_adapters else [adapter or ""]
+    sources = {name: exported_folder(folder, names, name, step) for name in exports}
     if not merge:
         _refuse_merge_only(config, list(sources))
     for source in sources.values():
         _no_link(folder.path, source)
     targets = {name: to / name if all_adapters else to for name in sources}
-    if used := [str(target) for target in targets.values() if target.is_dir() and any(target.iterdir())]:
-        message = f"{', '.join(used)} already exists and is not empty."
+    if full_folders := [str(target) for target in targets.values() if target.is_dir() and any(target.iterdir())]:
+        message = f"{', '.join(full_folders)} already exists and is not empty."
         raise CheckpointError("export.exists", message, fix="choose another folder, or remove this one")
     console = out()
     for name, source in sources.items():
@@ -129,8 +129,8 @@ def command(
         base = config.base.hub_id or str(config.base.model)
         experts = any(spec.on_experts for spec in specs.values())
         renamed = experts and family_named(ModelConfig.from_hf(base_directory(config)).family).renamed_experts
-        exported = {name: (specs[name], targets[name]) for name in sources}
-        for line in commands(base, exported, renamed_experts=renamed)[:MOST_COMMANDS]:
+        folders = {name: (specs[name], targets[name]) for name in sources}
+        for line in commands(base, folders, renamed_experts=renamed)[:MOST_COMMANDS]:
             console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
     first = next(iter(sources), "")
     if merge:
@@ -206,8 +206,8 @@ class Export:
             markup=False,
         )
         if self.config.base.quantize != NONE:
-            trained_on = f"{self.name} was trained on the base quantised as {self.config.base.quantize}"
-            say(console, f"  {trained_on}; the original weights are merged, so outputs differ a little", "yellow")
+            base_note = f"{self.name} was trained on the base quantised as {self.config.base.quantize}"
+            say(console, f"  {base_note}; the original weights are merged, so outputs differ a little", "yellow")
         console.print(f"  {report.num_changed} tensors changed, largest change {report.max_delta:.3g}", highlight=False)
 
     def _warn(self, console: Console) -> None:
@@ -244,7 +244,7 @@ def exported_folder(folder: RunFolder, names: list[str], adapter: str, step: int
         )
     source = folder.latest(adapter) if step is None else folder.adapter_step(adapter, step)
     if source is None or not source.is_dir():
-        steps = [step_of(exported) for exported in folder.exported(adapter)]
+        steps = [step_of(path) for path in folder.exported(adapter)]
         raise CheckpointError(
             "export.no-step",
             f"{adapter} has no exported weights" + (" yet." if step is None else f" of step {step}."),

@@ -83,7 +83,7 @@ def command(
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
-    chosen = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
+    generation_source = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
     from lorafusion_jax.generation.prompt_file import FileRow, read_rows
     from lorafusion_jax.generation.text import rows_for
 
@@ -92,16 +92,20 @@ def command(
         if sys.stdin is None or sys.stdin.isatty():
             raise ConfigError("generate.no-prompt", "there is no prompt.", fix="a text, --file FILE, or - for stdin")
         texts = [_stdin()]
-    file_rows = [FileRow(rows=tuple(rows_for([text], chosen.asked, sampling)), others={}) for text in texts]
+    file_rows = [FileRow(rows=tuple(rows_for([text], generation_source.asked, sampling)), others={}) for text in texts]
     if file is not None:
         with _opened(file) as lines:
-            file_rows += read_rows(lines, chosen.asked, sampling, name="standard input" if file == STDIN else file)
+            file_rows += read_rows(
+                lines, generation_source.asked, sampling, name="standard input" if file == STDIN else file
+            )
     prepare_machine(cache=program_cache)
     from lorafusion_jax.generation.text import TextGenerator
 
-    generated = TextGenerator(chosen)([row for entry in file_rows for row in entry.rows], raw=raw, system=system)
-    others = [entry.others for entry in file_rows for _ in entry.rows]
-    rows = [_row(text, columns) for text, columns in zip(generated, others, strict=True)]
+    answers = TextGenerator(generation_source)(
+        [row for entry in file_rows for row in entry.rows], raw=raw, system=system
+    )
+    columns_of_rows = [entry.others for entry in file_rows for _ in entry.rows]
+    rows = [_row(text, columns) for text, columns in zip(answers, columns_of_rows, strict=True)]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     console = out()
     if to is not None:
@@ -109,7 +113,7 @@ def command(
     if as_json:
         print(lines, end="")
     else:
-        show_texts(console, [(text.prompt, text.adapter, text.text) for text in generated])
+        show_texts(console, [(text.prompt, text.adapter, text.text) for text in answers])
         say(console, f"written to {to}") if to is not None else None
         next_command(console, f"lorafusion chat {source}")
 

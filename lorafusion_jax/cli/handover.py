@@ -74,9 +74,11 @@ def command(
     start = f"{before} {base} {behind.format(rank=lines[0].split('--max-lora-rank ')[1].split()[0])}"
     server = Server(url=_checked_url(vllm or sglang or ""), key=_read_key(key_file), timeout_s=timeout_s, start=start)
     load = {"vllm": _into_vllm, "sglang": _into_sglang}[kind]
-    console, shown = out(), name or adapter
-    ask = load(server, shown, path or str(source.resolve()))
-    console.print(f"loaded {adapter} (step {step_of(source)}) as {shown}: {server.url}", highlight=False, markup=False)
+    console, served_name = out(), name or adapter
+    ask = load(server, served_name, path or str(source.resolve()))
+    console.print(
+        f"loaded {adapter} (step {step_of(source)}) as {served_name}: {server.url}", highlight=False, markup=False
+    )
     answer = ask(prompt, max_tokens)
     console.print(f"{prompt!r} → {answer!r}", highlight=False, markup=False, soft_wrap=True)
     next_command(console, f"lorafusion generate {run} {json.dumps(prompt)} --adapter {adapter}")

@@ -47,8 +47,8 @@ def group_of(paths: dict[str, str]) -> type[TyperGroup]:
             return command
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-            name, command, rest = super().resolve_command(ctx, args)
-            return name, imported(name, paths[name]) if name in paths else command, rest
+            name, command, arguments = super().resolve_command(ctx, args)
+            return name, imported(name, paths[name]) if name in paths else command, arguments
 
     return Commands
 

@@ -108,8 +108,8 @@ def command(
         setting = _setting_to_try(config, planned.memory)
         next_command(console, f"lorafusion plan {typed(jobs, [*(overrides or ()), setting])}")
         return
-    saved_plan = f" --plan {output}" if output else ""
-    next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{saved_plan}")
+    plan_option = f" --plan {output}" if output else ""
+    next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{plan_option}")
 
 
 def _compare(
@@ -121,17 +121,17 @@ def _compare(
     config, prepared = checked_data(config, [*errors, *base_problems(config)])
     check_start(config, prepared)
     model = ModelConfig.from_hf(base_directory(config))
-    compared = compare_choices(config, model, prepared, device=device, gpus=gpus, network=network)
+    comparison = compare_choices(config, model, prepared, device=device, gpus=gpus, network=network)
     if as_json:
-        choices = [choice.to_json() for choice in compared.choices]
-        print(json.dumps({"device": device, "gpus": gpus, "choices": choices, "why": compared.why}))
+        choices = [choice.to_json() for choice in comparison.choices]
+        print(json.dumps({"device": device, "gpus": gpus, "choices": choices, "why": comparison.why}))
         return
     console = out()
-    _show_choices(console, compared)
+    _show_choices(console, comparison)
     if chosen is None:
         say(console, f"\n{machine_note()}")
-    if compared.best is not None:
-        settings = [*(overrides or ()), *compared.best.settings]
+    if comparison.best is not None:
+        settings = [*(overrides or ()), *comparison.best.settings]
         next_command(console, f"lorafusion train {typed(jobs, settings)} --out runs/{jobs.stem}")
 
 
@@ -148,18 +148,18 @@ def _show_choices(console: Console, compared: Choices) -> None:
     """Prints the table, the fastest first, and why the first one is proposed."""
     devices = f"{compared.gpus} × {compared.device}" if compared.gpus > 1 else f"one {compared.device}"
     say(console, f"{devices}, default rates, nothing measured\n", style="bold")
-    stored = any(choice.quantize != NONE for choice in compared.choices)
+    has_formats = any(choice.quantize != NONE for choice in compared.choices)
     shared = any(choice.tensor > 1 for choice in compared.choices)
     table = plain_table(
-        ("stages × data × fsdp" + " × tensor" * shared, "capacity", *(("base as",) if stored else ()), "remat"),
+        ("stages × data × fsdp" + " × tensor" * shared, "capacity", *(("base as",) if has_formats else ()), "remat"),
         ("memory", "useful tok/s", "bubbles", "time"),
     )
     for index, choice in enumerate(compared.choices[:MOST_ROWS]):
         style = "bold green" if index == 0 and choice.fits is not False else "dim" if choice.fits is False else None
-        table.add_row(*_cells_of_choice(choice, stored=stored, shared=shared), style=style)
+        table.add_row(*_cells_of_choice(choice, stored=has_formats, shared=shared), style=style)
     console.print(table)
-    if (left := len(compared.choices) - MOST_ROWS) > 0:
-        say(console, f"{left} more are slower or do not fit")
+    if (excess := len(compared.choices) - MOST_ROWS) > 0:
+        say(console, f"{excess} more are slower or do not fit")
     if compared.why:
         say(console, f"\n{compared.why}")
     else:

@@ -34,22 +34,22 @@ def command(
     file = runs[0] / "report.html" if to is None else to
     ends_in(file, ".html")
     file.parent.mkdir(parents=True, exist_ok=True)
-    running = _write(runs, file, live=watch)
+    is_live = _write(runs, file, live=watch)
     console = out()
     if as_json:
-        print(json.dumps({"file": str(file), "runs": [str(run) for run in runs], "running": running}))
+        print(json.dumps({"file": str(file), "runs": [str(run) for run in runs], "running": is_live}))
     else:
         say(console, f"written to {file}" + ("  ·  it loads itself again while the run goes on" if watch else ""))
-    while watch and running:
+    while watch and is_live:
         time.sleep(WATCH_S)
-        running = _write(runs, file, live=True)
+        is_live = _write(runs, file, live=True)
     if not as_json:
         next_command(console, f"lorafusion status {runs[0]}")
 
 
 def _write(runs: list[Path], file: Path, *, live: bool) -> bool:
     """Writes the page. Returns whether a run still goes on."""
-    reported = [ReportedRun(folder=run, numbers=run_numbers(run)) for run in runs]
-    running = any(run.numbers["state"] == "running" for run in reported)
-    replace_text(file, report_page(reported, refresh_s=WATCH_S if live and running else None))
-    return running
+    report_runs = [ReportedRun(folder=run, numbers=run_numbers(run)) for run in runs]
+    is_live = any(run.numbers["state"] == "running" for run in report_runs)
+    replace_text(file, report_page(report_runs, refresh_s=WATCH_S if live and is_live else None))
+    return is_live

@@ -37,18 +37,18 @@ COLOURS = {"running": "bold", "done": "green", "failed": "bold red", "paused": "
 
 def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Sequence[Listener]], RunResult]) -> int:
     """Runs `work` under the live view and shows its result; returns the exit code."""
-    begun = "stopped at once: the work since the last checkpoint is repeated when the run is resumed."
+    interruption = "stopped at once: the work since the last checkpoint is repeated when the run is resumed."
     try:
-        with last_words(f"{begun}\nnext: lorafusion resume {folder}"):
+        with last_words(f"{interruption}\nnext: lorafusion resume {folder}"):
             result = watch(console, folder, config, work)
     except Interrupted:
         errors_to().print("interrupted: the state is saved.")
         next_command(console, f"lorafusion resume {folder}")
         return INTERRUPTED
     except KeyboardInterrupt:  # second signal, or a signal before the first microbatch
-        planned = RunFolder(folder).plan_file.exists()
-        errors_to().print(begun if planned else "stopped before the run started.")
-        next_command(console, f"lorafusion resume {folder}" if planned else "lorafusion train JOBS --out RUN")
+        has_plan = RunFolder(folder).plan_file.exists()
+        errors_to().print(interruption if has_plan else "stopped before the run started.")
+        next_command(console, f"lorafusion resume {folder}" if has_plan else "lorafusion train JOBS --out RUN")
         stop_all()
         return INTERRUPTED
     except RunError as problem:
@@ -74,10 +74,10 @@ def show_result(console: Console, result: RunResult) -> None:
     table = plain_table(("adapter", "status"), ("steps", "train loss", "held-out before", "after"))
     rows = final_rows(result.folder)
     status = {name: adapter.status for name, adapter in result.adapters.items()}
-    evaluated = {name: rows.get(name, {}).get("evaluated", {}) for name in status}
+    evaluations = {name: rows.get(name, {}).get("evaluated", {}) for name in status}
     record = RunFolder(result.folder).read_record()
     data = {name: digest for name, digest in record["eval"].items() if digest}
-    ranking = rank(status, evaluated, data, measures_of(record))
+    ranking = rank(status, evaluations, data, measures_of(record))
     for name in ranking.order:
         adapter, row = result.adapters[name], rows.get(name, {})
         table.add_row(
@@ -109,27 +109,29 @@ def show_result(console: Console, result: RunResult) -> None:
         say(console, comparison)
     if references := reference_share(read_rows(result.folder / "events.jsonl"), result.seconds):
         say(console, references[1])
-    kept_best = any(RunFolder(result.folder).best(name) for name in result.adapters)
+    has_best = any(RunFolder(result.folder).best(name) for name in result.adapters)
     say(
         console,
         f"{ran}  ·  PEFT folders: {result.folder}/adapters/NAME/latest"
-        + (", and NAME/best of the best held-out step" if kept_best else ""),
+        + (", and NAME/best of the best held-out step" if has_best else ""),
     )
-    done = adapter_to_export(status, {name: adapter.step for name, adapter in result.adapters.items()}, ranking.best)
+    winner = adapter_to_export(status, {name: adapter.step for name, adapter in result.adapters.items()}, ranking.best)
     next_command(
         console,
-        f"lorafusion export {result.folder} {done} --to out/{done}" if done else f"lorafusion status {result.folder}",
+        f"lorafusion export {result.folder} {winner} --to out/{winner}"
+        if winner
+        else f"lorafusion status {result.folder}",
     )
 
 
 def _compare_with_prediction(folder: Path) -> str | None:
     """Compares the time of slots, evaluations and saves with the prediction, for runs of one session."""
     rows = [row for row in read_rows(folder / "events.jsonl") if row["kind"] in ("started", "finished")]
-    if [row["kind"] for row in rows] != ["started", "finished"] or not (predicted := rows[0].get("predicted")):
+    if [row["kind"] for row in rows] != ["started", "finished"] or not (prediction := rows[0].get("predicted")):
         return None
     kinds = (("training", "seconds"), ("evaluating", "evaluation_s"), ("saving", "saving_s"))
     parts = [
-        f"{label} {duration(rows[1][key])} ({duration(predicted[key])} predicted)"
+        f"{label} {duration(rows[1][key])} ({duration(prediction[key])} predicted)"
         for label, key in kinds
         if rows[1].get(key) is not None
     ]

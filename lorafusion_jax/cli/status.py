@@ -56,17 +56,19 @@ def _next(run: Path, numbers: dict) -> str:
     if numbers["state"] == "finished":
         status = {name: row["status"] for name, row in numbers["adapters"].items()}
         steps = {name: row["step"] for name, row in numbers["adapters"].items()}
-        done = adapter_to_export(status, steps, numbers["best"])
-        paused = next((name for name, row in numbers["adapters"].items() if row["status"] == "paused"), None)
-        if paused:
-            return f"lorafusion continue {run} {paused}   and then lorafusion resume {run}"
+        adapter = adapter_to_export(status, steps, numbers["best"])
+        adapter_to_continue = next(
+            (name for name, row in numbers["adapters"].items() if row["status"] == "paused"), None
+        )
+        if adapter_to_continue:
+            return f"lorafusion continue {run} {adapter_to_continue}   and then lorafusion resume {run}"
         return (
-            f"lorafusion export {run} {done} --to out/{done}"
-            if done
+            f"lorafusion export {run} {adapter} --to out/{adapter}"
+            if adapter
             else f"lorafusion doctor   (no adapter of {run} took a step)"
         )
     if numbers["plan"] is None and numbers["state"] == "stopped":
         return f"lorafusion train JOBS --out {run}"
-    waiting = numbers["state"] in ("running", "starting")
-    alive = waiting and (numbers["alive"] or numbers["last_news_s"] < SILENT_S)
+    is_active = numbers["state"] in ("running", "starting")
+    alive = is_active and (numbers["alive"] or numbers["last_news_s"] < SILENT_S)
     return f"lorafusion status {run} --watch" if alive else f"lorafusion resume {run}"

@@ -46,21 +46,21 @@ def command(
     """
     ends_in(to, ".html", ".json")
     RunFolder(run).read_record()  # raises if it is not a run folder
-    measured, predicted, compared = read_timeline(run), None, {}
+    measured, predicted, comparison = read_timeline(run), None, {}
     if cost_model:
         predicted, slots = _predict(run, measured, cost_model, all_slots=all_slots)
-        compared = _comparison(predicted, measured, slots)
+        comparison = _comparison(predicted, measured, slots)
         measured, predicted = measured.of_slots(slots), predicted.of_slots(slots)
     first, second = (measured, None) if predicted is None else (predicted, measured)
-    drawn = ("measured",) if predicted is None else ("predicted", "measured")
+    kinds = ("measured",) if predicted is None else ("predicted", "measured")
     to.parent.mkdir(parents=True, exist_ok=True)
     if to.suffix == ".json":
         to.write_text(json.dumps(to_perfetto(first, compare=second)), encoding="utf-8")
     else:
-        to.write_text(timeline_html(first, title=f"{run}: {' and '.join(drawn)}", compare=second), encoding="utf-8")
-    numbers = _numbers(measured) | compared
-    if (moved := _find_move(run, measured)) is not None:
-        numbers["better_layers"] = moved._asdict()
+        to.write_text(timeline_html(first, title=f"{run}: {' and '.join(kinds)}", compare=second), encoding="utf-8")
+    numbers = _numbers(measured) | comparison
+    if (better_split := _find_move(run, measured)) is not None:
+        numbers["better_layers"] = better_split._asdict()
     if as_json:
         print(json.dumps(numbers | {"file": str(to)}))
         return
@@ -72,8 +72,8 @@ def command(
 
 def _predict(run: Path, measured: Timeline, cost_model: Path, *, all_slots: bool) -> tuple[Timeline, range]:
     """(predicted timeline, slots to compare)"""
-    folder, started = RunFolder(run), _start_event(run, measured.num_stages)
-    plan, layers, base = folder.read_plan(), started["layers"], folder.read_config().base
+    folder, start = RunFolder(run), _start_event(run, measured.num_stages)
+    plan, layers, base = folder.read_plan(), start["layers"], folder.read_config().base
     costs = read_costs(cost_model, _layers_by_cost(run, layers))
     costs.check_layers(layers)
     costs.check_capacity(*plan.sizes)
@@ -81,14 +81,14 @@ def _predict(run: Path, measured: Timeline, cost_model: Path, *, all_slots: bool
         measured_with(
             dtype=base.dtype,
             quantize=base.quantize,
-            parameters=started["frozen"],
-            fsdp=started["mesh"]["fsdp"],
-            tensor=started["mesh"]["tensor"],
-            remat=started["remat"],
+            parameters=start["frozen"],
+            fsdp=start["mesh"]["fsdp"],
+            tensor=start["mesh"]["tensor"],
+            remat=start["remat"],
         )
     )
-    seen = {span.slot for span in measured.spans}
-    slots = range(min(seen), max(seen) + 1) if all_slots else settled_slots(plan, measured)
+    slots_of_spans = {span.slot for span in measured.spans}
+    slots = range(min(slots_of_spans), max(slots_of_spans) + 1) if all_slots else settled_slots(plan, measured)
     return simulate(plan, costs), slots
 
 
@@ -102,7 +102,7 @@ def _find_move(run: Path, measured: Timeline) -> Moved | None:
     """Suggested layers per stage, from the stage times of settled slots."""
     if measured.num_stages == 1:
         return None
-    folder, started = RunFolder(run), _start_event(run, measured.num_stages)
+    folder, start = RunFolder(run), _start_event(run, measured.num_stages)
     config = folder.read_config()
     try:
         model = ModelConfig.from_hf(base_directory(config))
@@ -111,10 +111,10 @@ def _find_move(run: Path, measured: Timeline) -> Moved | None:
     return better_layout(
         config,
         model,
-        extents(started["layers"]),
+        extents(start["layers"]),
         measured.of_slots(settled_slots(folder.read_plan(), measured)).busy_s,
-        remat=started["remat"],
-        device_bytes=memory_of(known_device(started["device"]) or ""),
+        remat=start["remat"],
+        device_bytes=memory_of(known_device(start["device"]) or ""),
     )
 
 
@@ -133,12 +133,12 @@ def _numbers(measured: Timeline) -> dict:
 
 def _comparison(predicted: Timeline, measured: Timeline, slots: range) -> dict:
     """The comparison of the whole measured timeline with the whole prediction."""
-    compared = compare_timelines(predicted, measured, slots)
+    comparison = compare_timelines(predicted, measured, slots)
     return {
         "predicted": _figures(predicted.of_slots(slots)),
-        "wall_ratio": compared.wall_ratio,
-        "busy_ratios": list(compared.busy_ratios),
-        "host_wait_s": list(compared.host_wait_s),
+        "wall_ratio": comparison.wall_ratio,
+        "busy_ratios": list(comparison.busy_ratios),
+        "host_wait_s": list(comparison.host_wait_s),
     }
 
 
@@ -155,20 +155,20 @@ def _figures(timeline: Timeline) -> dict:
 
 def _show(numbers: dict) -> None:
     console = out()
-    shown = [name for name in ("predicted", "measured") if name in numbers]
+    kinds = [name for name in ("predicted", "measured") if name in numbers]
     stages = range(len(numbers["measured"]["bubble_shares"]))
     table = plain_table(("",), ("time", "bubbles", *(f"stage {stage}" for stage in stages)))
-    for name in shown:
+    for name in kinds:
         row = numbers[name]
         shares = (percent(share) for share in (row["bubble_share"], *row["bubble_shares"]))
         table.add_row(name, duration(row["seconds"]), *shares)
     console.print(table)
     first, last = numbers["slots"]
     say(console, f"microbatches {first + 1} to {last + 1} of the plan; bubbles are idle time between fill and drain")
-    if paused := numbers["measured"]["paused_s"]:
-        say(console, f"evaluations and checkpoints took {duration(paused)} more, which these figures exclude")
-    if moved := numbers.get("better_layers"):
-        say(console, better_layers(**moved))
+    if pause_s := numbers["measured"]["paused_s"]:
+        say(console, f"evaluations and checkpoints took {duration(pause_s)} more, which these figures exclude")
+    if better_split := numbers.get("better_layers"):
+        say(console, better_layers(**better_split))
     if "predicted" in numbers:
         if first == 0:
             say(console, "pipeline and caches filled during the first slots, which the prediction does not model")

@@ -56,5 +56,7 @@ def command(
         started=started,
     )
     prepare_machine(cache=cache)
-    chosen = read_plan(plan) if plan else None
-    return follow(console, out_dir, config, lambda listeners: train(config, out_dir, plan=chosen, listeners=listeners))
+    run_plan = read_plan(plan) if plan else None
+    return follow(
+        console, out_dir, config, lambda listeners: train(config, out_dir, plan=run_plan, listeners=listeners)
+    )

@@ -66,11 +66,11 @@ def show_implementations(console: Console, rows: Sequence[OpRow]) -> None:
     console.print("\nimplementations, forward and backward", style="bold")
     for row in rows:
         times = sorted(row.median_us.items(), key=lambda item: item[1])
-        shown = ", ".join(f"{name} {us:.0f} us" for name, us in times)
+        times_text = ", ".join(f"{name} {us:.0f} us" for name, us in times)
         now = "the default as before"
         if row.winner != row.default:
             now = f"default now, {row.speedup:.2f} × as fast as {row.default}"
-        say(console, f"  {row.call.op}: {row.call.label}\n    {shown}: {row.winner} is {now}")
+        say(console, f"  {row.call.op}: {row.call.label}\n    {times_text}: {row.winner} is {now}")
 
 
 if TYPE_CHECKING:
@@ -148,29 +148,29 @@ def tune_here(
         specs = job_specs(jobs, overrides, quick=quick) if jobs else named_specs(quick=quick)
     path = table or table_path(device_kind())
     check_table(path)
-    measured, failed = tuned(specs, path, quick=quick)
-    rows = fastest(measured, specs)
-    chosen = choose_implementations(calls, path) if rows or not tiles else []
+    tile_table, failed = tuned(specs, path, quick=quick)
+    rows = fastest(tile_table, specs)
+    implementations = choose_implementations(calls, path) if rows or not tiles else []
     if as_json:
         failures = [dataclasses.asdict(failure) for failure in failed]
-        numbers = {"table": str(path), "device": measured.device, "best": rows, "failed": failures}
-        print(json.dumps(numbers | {"implementations": [row.to_json() for row in chosen]}))
+        numbers = {"table": str(path), "device": tile_table.device, "best": rows, "failed": failures}
+        print(json.dumps(numbers | {"implementations": [row.to_json() for row in implementations]}))
     else:
         if tiles:
             show(out(), rows, failed)
-        if chosen:
-            show_implementations(out(), chosen)
+        if implementations:
+            show_implementations(out(), implementations)
     if tiles and not rows:
         raise RunError(
             "tune.all-failed",
             f"none of the {len(failed)} candidates runs on this device.",
-            where=measured.device,
+            where=tile_table.device,
             why=failed[0].reason,
             fix="lorafusion doctor lists the kernels for this device",
         )
     if not as_json:
-        written = f"written: {path}" if path.exists() else "nothing to choose: one implementation runs each call"
-        out().print(f"\n{written}", highlight=False, markup=False, soft_wrap=True)
+        outcome = f"written: {path}" if path.exists() else "nothing to choose: one implementation runs each call"
+        out().print(f"\n{outcome}", highlight=False, markup=False, soft_wrap=True)
         next_command(out(), f"lorafusion train {jobs} --out runs/{jobs.stem}" if jobs else "lorafusion doctor")
 
 
@@ -246,33 +246,33 @@ def tuned(specs: Sequence[LinearSpec], path: Path, *, quick: bool) -> tuple[Tabl
     from pallas_kernels.device import device_kind
     from pallas_kernels.tuning.tune import count, tune
 
-    failed: tuple[Failure, ...] = ()
+    failures: tuple[Failure, ...] = ()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors_to()) as bar:
         task = bar.add_task(f"tuning for {device_kind()}", total=count(specs, quick=quick))
 
         def advance(now) -> None:
-            nonlocal failed
-            failed = now.failed
-            also = f", {len(failed)} failed" if failed else ""
+            nonlocal failures
+            failures = now.failed
+            also = f", {len(failures)} failed" if failures else ""
             bar.update(task, completed=now.done, description=f"{now.kernel} {now.shape}{also}")
 
-        measured = tune(specs, path, quick=quick, progress=advance)
-    return measured, failed
+        tile_table = tune(specs, path, quick=quick, progress=advance)
+    return tile_table, failures
 
 
 def show(console: Console, rows: Sequence[dict], failed: Sequence[Failure]) -> None:
     """Prints best and worst times of every kernel, and the failures."""
-    shown = plain_table(("kernel", "layer"), ("best us", "worst us", "tried"))
+    table = plain_table(("kernel", "layer"), ("best us", "worst us", "tried"))
     for row in rows:
         best, worst = f"{row['best_us']:.1f}", f"{row['worst_us']:.1f}"
-        shown.add_row(row["kernel"], row["layer"], best, worst, f"{row['tried']}")
-    console.print(shown)
+        table.add_row(row["kernel"], row["layer"], best, worst, f"{row['tried']}")
+    console.print(table)
     if failed:
         console.print(f"\n{len(failed)} candidates failed", style="bold yellow")
         for failure in failed[:SHOWN]:
-            chosen = ", ".join(f"{name}={value}" for name, value in failure.config.items())
-            say(console, f"  {failure.kernel} {failure.shape}: {chosen}\n    {failure.reason}")
+            settings = ", ".join(f"{name}={value}" for name, value in failure.config.items())
+            say(console, f"  {failure.kernel} {failure.shape}: {settings}\n    {failure.reason}")
         if len(failed) > SHOWN:
             say(console, f"  and {len(failed) - SHOWN} more; --json lists all")
 

@@ -76,8 +76,8 @@ def _verify_adapter(path: Path, adapter: str, steps: int, as_json: bool) -> int:
     worst = comparison.differences[0]
     text = f"{adapter}, {exact(comparison.steps)} steps with {exact(comparison.others)} other adapters and alone"
     if comparison.good:
-        compared = exact(len(comparison.differences))
-        say(console, f"{text}: losses, gradients and steps differ by rounding only ({compared} compared)")
+        num_values = exact(len(comparison.differences))
+        say(console, f"{text}: losses, gradients and steps differ by rounding only ({num_values} compared)")
         return 0
     say(
         errors_to(),
