@@ -61,8 +61,8 @@ def resolve_auto(
             why=f"the smallest needs {least.memory_bytes / GIB:.1f} GiB on its fullest device",
             fix="more devices, shorter samples (data.max_length), or fewer or smaller adapters",
         )
-    chosen = ", ".join(f"{key}={value}" for key, value in _values(best, config).items())
-    return with_choice(config, best), f"{chosen}: {compared.why or 'nothing else was compared'} (predicted)"
+    settings = ", ".join(f"{key}={value}" for key, value in _values(best, config).items())
+    return with_choice(config, best), f"{settings}: {compared.why or 'nothing else was compared'} (predicted)"
 
 
 def with_choice(config: JobConfig, choice: Choice) -> JobConfig:

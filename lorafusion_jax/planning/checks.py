@@ -32,9 +32,9 @@ def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) ->
         raise_all(errors)
     assert config is not None
     problems, prepared = list(errors), None
-    for read in (read_warm_starts, prepare):
+    for step in (read_warm_starts, prepare):
         try:
-            prepared = read(config)
+            prepared = step(config)
         except LoraFusionError as problem:
             problems += getattr(problem, "errors", [problem])
     raise_all(unique([*problems, *check_start_bases(config)]))  # both read the base

@@ -66,10 +66,10 @@ class Choice:
     def settings(self) -> list[str]:
         """The overrides of a command line that make this choice."""
         mesh = {"stages": self.stages, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
-        chosen = [f"mesh.{name}={count}" for name, count in mesh.items() if count > 1]
-        stored = [] if self.quantize == NONE else [f"base.quantize={self.quantize}"]
+        mesh_settings = [f"mesh.{name}={count}" for name, count in mesh.items() if count > 1]
+        quantize_setting = [] if self.quantize == NONE else [f"base.quantize={self.quantize}"]
         capacity = AUTO if self.of_data else self.capacity_tokens
-        return [*chosen, f"batch.capacity_tokens={capacity}", *stored]
+        return [*mesh_settings, f"batch.capacity_tokens={capacity}", *quantize_setting]
 
     @property
     def mesh(self) -> Mesh:
@@ -139,7 +139,7 @@ def compare_choices(
     """
     jobs, tokens = _sample(train_jobs(config, prepared)), sum(adapter_tokens(prepared).values())
     memory_bytes = memory_of(device) if memory_bytes is None else memory_bytes
-    stored = [config.base.quantize, *(STORED if config.base.quantize == NONE and QUANTIZE in vary else ())]
+    forms = [config.base.quantize, *(STORED if config.base.quantize == NONE and QUANTIZE in vary else ())]
     meshes = (
         list(_meshes(gpus, model, config, 1 if network is None else network.processes))
         if MESH in vary
@@ -147,7 +147,7 @@ def compare_choices(
     )
     sizes = _sizes(config, prepared) if CAPACITY in vary else [config.batch.capacity_tokens]
     choices: list[Choice] = []
-    for quantize in stored:
+    for quantize in forms:
         ways = [_with(config, mesh, size, quantize) for mesh in meshes for size in sizes]
         choices += [
             _measure(way, model, prepared, jobs, tokens, device, memory_bytes, network)
@@ -164,20 +164,20 @@ def compare_choices(
             + (f", and the job has mesh.tensor={config.mesh.tensor}" if config.mesh.tensor > 1 else ""),
             fix="fewer --gpus",
         )
-    ordered = sorted(choices, key=lambda choice: (choice.fits is False, choice.seconds or choice.memory_bytes))
-    return Choices(device=device, gpus=gpus, choices=tuple(_prefer_simple(ordered)), why=_reason(ordered))
+    best_first = sorted(choices, key=lambda choice: (choice.fits is False, choice.seconds or choice.memory_bytes))
+    return Choices(device=device, gpus=gpus, choices=tuple(_prefer_simple(best_first)), why=_reason(best_first))
 
 
 def _meshes(gpus: int, model: ModelConfig, config: JobConfig, processes: int) -> Iterator[Mesh]:
     """Meshes with `gpus` devices; `mesh.tensor` is the job's, or compared where it has none."""
-    wanted = config.mesh.tensor
-    compared = [count for count in (2, 4, MOST_TENSOR) if wanted == processes == 1]
-    for tensor in (wanted, *compared):
+    of_job = config.mesh.tensor
+    compared = [count for count in (2, 4, MOST_TENSOR) if of_job == processes == 1]
+    for tensor in (of_job, *compared):
         for stages in _divisors(gpus // tensor) if gpus % tensor == 0 else ():
             for data in _divisors(gpus // tensor // stages):
                 fsdp = gpus // tensor // stages // data
                 shared = stages % (processes // math.gcd(data, processes)) == 0
-                if shared and stages <= (1 if model.crossing else model.num_layers) and (fsdp == 1 or tensor == wanted):
+                if shared and stages <= (1 if model.crossing else model.num_layers) and (fsdp == 1 or tensor == of_job):
                     yield Mesh(stages, data, fsdp, tensor)
 
 
@@ -206,9 +206,9 @@ def _thinned(job: AdapterJob) -> AdapterJob:
         return job
     batches = max(1, MOST_SAMPLES // job.global_batch)
     num_samples = min(count, batches * job.global_batch)
-    picked = [job.sample_tokens[index * count // num_samples] for index in range(num_samples)]
-    picked[0] = max(job.sample_tokens)
-    return dataclasses.replace(job, sample_tokens=tuple(picked), cuts=())
+    tokens = [job.sample_tokens[index * count // num_samples] for index in range(num_samples)]
+    tokens[0] = max(job.sample_tokens)
+    return dataclasses.replace(job, sample_tokens=tuple(tokens), cuts=())
 
 
 def _with(config: JobConfig, mesh: Mesh, size: int | tuple[int, ...], quantize: str) -> JobConfig:
@@ -270,24 +270,24 @@ def _prefer_simple(ordered: Sequence[Choice]) -> list[Choice]:
         return list(ordered)
     fastest = ordered[0].seconds
     equal = [choice for choice in ordered if choice.seconds is not None and choice.seconds <= CLOSE * fastest]
-    rest = [choice for choice in ordered if choice not in equal]
-    return [*sorted(equal, key=lambda choice: (choice.tensor, choice.stages, choice.fsdp, choice.memory_bytes)), *rest]
+    worse = [choice for choice in ordered if choice not in equal]
+    return [*sorted(equal, key=lambda choice: (choice.tensor, choice.stages, choice.fsdp, choice.memory_bytes)), *worse]
 
 
 def _reason(ordered: Sequence[Choice]) -> str:
     best = _prefer_simple(ordered)[0]
     if best.seconds is None:
         return ""
-    stored = "" if best.quantize == NONE else f", stored as {best.quantize},"
+    form = "" if best.quantize == NONE else f", stored as {best.quantize},"
     if best.tensor > 1:
-        split = "" if best.stages == 1 else f", in {best.stages} stages"
-        where = f"{best.tensor} devices compute each layer{split}, and adding up their results costs less than waiting"
+        stages = "" if best.stages == 1 else f", in {best.stages} stages"
+        where = f"{best.tensor} devices compute each layer{stages}, and adding up their results costs less than waiting"
     elif best.stages == best.fsdp == 1:
-        where = f"the base{stored} fits on one device" + ("" if best.data == 1 else ", and replicas wait for nothing")
+        where = f"the base{form} fits on one device" + ("" if best.data == 1 else ", and replicas wait for nothing")
     elif best.fsdp > 1:
-        where = f"replicas share the base{stored}, and gathering it costs less than a pipeline"
+        where = f"replicas share the base{form}, and gathering it costs less than a pipeline"
     else:
-        where = f"the base{stored} is split over {best.stages} stages, idle {best.bubble_share or 0:.1%} of the time"
+        where = f"the base{form} is split over {best.stages} stages, idle {best.bubble_share or 0:.1%} of the time"
     others = [choice for choice in ordered if choice.mesh != best.mesh and choice.seconds]
     if not others:
         return f"{where}; no other mesh fits" if len({choice.mesh for choice in ordered}) > 1 else where

@@ -108,10 +108,10 @@ def with_network(costs: CostModel, mesh: MeshSettings, network: Network | None, 
     near = LinkCost(fixed_s=costs.transfer_s, token_s=costs.transfer_token_s)
     replicas = mesh.replicas // groups
     far = LinkCost(fixed_s=network.latency_s, token_s=replicas * token_bytes / network.bytes_per_s)
-    held = mesh.stages // members  # by a process
+    per_process = mesh.stages // members
     rates = f"{network.bytes_per_s / 1e9:g} GB/s and {1e6 * network.latency_s:g} µs"
     return replace(
         costs,
-        links=tuple(far if (stage + 1) % held == 0 else near for stage in range(mesh.stages - 1)),
+        links=tuple(far if (stage + 1) % per_process == 0 else near for stage in range(mesh.stages - 1)),
         source=f"{costs.source}, {network.processes} processes with links of {rates} between them",
     )

@@ -112,8 +112,8 @@ def predicted_costs(
     if mesh.tensor > 1:
         parts = shared_parts(parts, mesh.tensor)
     item = 4 if config.base.dtype == "float32" else 2
-    stored = memory.kernel_bytes(problem)
-    gather = GatherCost(layer_bytes=stored, table_bytes=item * table, devices=mesh.fsdp, hidden=HIDDEN_GATHERS)
+    layer_bytes = memory.kernel_bytes(problem)
+    gather = GatherCost(layer_bytes=layer_bytes, table_bytes=item * table, devices=mesh.fsdp, hidden=HIDDEN_GATHERS)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     costs = stages_from_parts(parts, worth_in_layers(model, layers), gather=gather if mesh.fsdp > 1 else None)
     devices = f"one {device}" if mesh.tensor == 1 else f"{mesh.tensor} {device}"
@@ -328,8 +328,8 @@ def predicted_parameters(config: JobConfig, model: ModelConfig) -> PredictedPara
     """The adapters' own parameters, and numbers that all stages hold for them."""
     problem = memory.memory_problem(config, model)
     stages = memory.stage_memory(problem)
-    held = {"weights": "adapters", "gradients": "sums", "moments": "optimizers"}
-    stored = {label: sum(getattr(stage, field) for stage in stages) // FLOAT32 for label, field in held.items()}
+    field_of = {"weights": "adapters", "gradients": "sums", "moments": "optimizers"}
+    stored = {label: sum(getattr(stage, field) for stage in stages) // FLOAT32 for label, field in field_of.items()}
     return PredictedParameters(own_parameters=memory.trainable_parameters(problem), stored=stored)
 
 

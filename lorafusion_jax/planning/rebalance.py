@@ -50,8 +50,8 @@ def rebalanced(
     speeds = [load / took for load, took in zip(stage_loads(stages, costs), seconds, strict=True)]
     most = most or [stages[-1].stop] * len(stages)
     by_layer = _quickest(stages[-1].stop, costs, speeds, most, step=2)
-    cut = by_layer if costs.attention is None else _quickest(stages[-1].stop, costs, speeds, most, step=1)
-    took, edges = cut if cut[0] < WORTH_A_CUT * by_layer[0] else by_layer
+    by_half = by_layer if costs.attention is None else _quickest(stages[-1].stop, costs, speeds, most, step=1)
+    took, edges = by_half if by_half[0] < WORTH_A_CUT * by_layer[0] else by_layer
     if took >= WORTH_A_MOVE * max(seconds):
         return None
     layers = counts_of([Extent(*pair) for pair in pairwise(edges)])

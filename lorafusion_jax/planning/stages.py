@@ -99,8 +99,8 @@ def split_layers(num_layers: int, num_stages: int, costs: PartCosts = EQUAL) -> 
     by_layer = extents(deal_layers(num_layers, num_stages, layer=costs.layer, embed=costs.embed, head=costs.head))
     if costs.attention is None:
         return by_layer
-    cut = _fill(num_layers, num_stages, costs)
-    return cut if slowest(cut, costs) < WORTH_A_CUT * slowest(by_layer, costs) else by_layer
+    by_half = _fill(num_layers, num_stages, costs)
+    return by_half if slowest(by_half, costs) < WORTH_A_CUT * slowest(by_layer, costs) else by_layer
 
 
 def slowest(stages: Sequence[Extent], costs: PartCosts) -> float:

@@ -23,8 +23,8 @@ def kernels_run(problem: MemoryProblem) -> bool:
         for site, rank in site_ranks(problem, layer).items()
         if rank and not layer.sites[site][0].experts
     )
-    measured = [name for name in map(problem.measured, calls) if name is not None]
-    return any(name != policy.XLA for name in measured) if measured else problem.hopper
+    names = [name for name in map(problem.measured, calls) if name is not None]
+    return any(name != policy.XLA for name in names) if names else problem.hopper
 
 
 def site_shape(problem: MemoryProblem, site: str, number: int = 0) -> policy.LinearShape:
@@ -67,9 +67,9 @@ def attention_is_ours(problem: MemoryProblem, layer: Layer) -> bool:
     if isinstance(m, DeltaNet | Mamba | ShortConvolution):
         return False
     sizes = {"rows": problem.capacity_tokens, "heads": m.heads, "key_heads": m.kv_heads, "width": m.head_dim}
-    measured = problem.measured(policy.attention_call(**sizes, dtype=dtype_of(problem)))
-    chosen = problem.attention or measured or (policy.HOPPER if problem.hopper else policy.XLA)
-    if chosen != policy.HOPPER or m.soft_cap is not None or m.sinks:
+    fastest = problem.measured(policy.attention_call(**sizes, dtype=dtype_of(problem)))
+    implementation = problem.attention or fastest or (policy.HOPPER if problem.hopper else policy.XLA)
+    if implementation != policy.HOPPER or m.soft_cap is not None or m.sinks:
         return False
     return policy.attention_unsupported_reason(**sizes, dtype=dtype_of(problem)) is None
 
@@ -77,11 +77,11 @@ def attention_is_ours(problem: MemoryProblem, layer: Layer) -> bool:
 def mlp_is_one_op(problem: MemoryProblem, layer: Layer) -> bool:
     """Whether the kernels run the whole MLP. Their backward recomputes silu(gate) · up from gate and up."""
     inside = [linear.name for linear in layer.linears_of("mlp")]
-    changed = any(
+    changes_columns = any(
         name in spec.targets and adapter_kind(spec.kind).changes_columns for spec in problem.adapters for name in inside
     )
-    cut = problem.tensor > 1 and any(spec.dropout for spec in problem.adapters)  # the op counts columns from 0
-    if not kernels_run(problem) or not layer.mlp.as_one_op or changed or cut:
+    tp_dropout = problem.tensor > 1 and any(spec.dropout for spec in problem.adapters)  # the op counts columns from 0
+    if not kernels_run(problem) or not layer.mlp.as_one_op or changes_columns or tp_dropout:
         return False
     number = problem.device_model.layers.index(layer)
     gate_up, down = (site_shape(problem, site, number) for site in ("gate_up", "down"))

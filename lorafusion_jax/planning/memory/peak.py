@@ -103,8 +103,8 @@ def _state_bytes(problem: MemoryProblem, stage: int) -> list[int]:
 def _row_bytes(problem: MemoryProblem) -> int:
     """Bytes of a row of a microbatch: eight int32 or float32, rotary tables, layers' inputs, a teacher's state."""
     state = problem.item * problem.model.hidden_size if problem.teacher else 0
-    own_inputs = problem.item * problem.model.num_layers * problem.model.input_width
-    return FLOAT32 * (8 + 2 * _rope_channels(problem.model)) + state + own_inputs
+    layer_inputs = problem.item * problem.model.num_layers * problem.model.input_width
+    return FLOAT32 * (8 + 2 * _rope_channels(problem.model)) + state + layer_inputs
 
 
 def _rope_channels(model: ModelConfig) -> int:

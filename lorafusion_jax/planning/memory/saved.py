@@ -42,10 +42,10 @@ def _saved_tensors(problem: MemoryProblem, layer: Layer, half: Half, *, alone: b
     bytes_of = {}
     for tensor in layer.saved:
         is_saved = tensor.policy == "gemm_inputs" or problem.remat == "everything"
-        left_out = (tensor.unfused and fused) or (tensor.entry and alone)
+        absent = (tensor.unfused and fused) or (tensor.entry and alone)
         if tensor.input_of is not None:
-            left_out |= not any(tensor.input_of in spec.targets for spec in problem.adapters)
-        if tensor.half == half and is_saved and not left_out:
+            absent |= not any(tensor.input_of in spec.targets for spec in problem.adapters)
+        if tensor.half == half and is_saved and not absent:
             item = FLOAT32 if tensor.float32 else problem.item
             bytes_of[tensor.name] = item * _rows(problem, tensor) * tensor.width
     if problem.balanced and half == "mlp" and isinstance(layer.mlp, Experts):

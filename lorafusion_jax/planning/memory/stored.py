@@ -42,8 +42,8 @@ def frozen_bytes(problem: MemoryProblem, stage: int) -> int:
         number * layer_bytes(problem, piece.half, problem.fsdp, piece.layer) for piece, number in problem.pieces(stage)
     )
     norm = m.hidden_size if problem.is_last(stage) else 0
-    own_inputs = sum(_share(shape, problem.fsdp) for shape in m.input_shapes.values()) if stage == 0 else 0
-    return layers + problem.item * (tables * table + norm + own_inputs)
+    layer_inputs = sum(_share(shape, problem.fsdp) for shape in m.input_shapes.values()) if stage == 0 else 0
+    return layers + problem.item * (tables * table + norm + layer_inputs)
 
 
 def dequantised_bytes(problem: MemoryProblem, number: int) -> int:
@@ -60,8 +60,8 @@ def dequantised_bytes(problem: MemoryProblem, number: int) -> int:
 
 def _share(shape: Sequence[int], fsdp: int) -> int:
     """Elements of a tensor on one device; matrices are sharded along an axis that divides."""
-    split = len(shape) > 1 and any(size % fsdp == 0 for size in shape)
-    return prod(shape) // fsdp if split else prod(shape)
+    is_sharded = len(shape) > 1 and any(size % fsdp == 0 for size in shape)
+    return prod(shape) // fsdp if is_sharded else prod(shape)
 
 
 def adapter_bytes(problem: MemoryProblem, stage: int, *, trainable: bool = True) -> list[int]:
@@ -122,8 +122,8 @@ def trainable_parameters(problem: MemoryProblem) -> int:
     """Trainable numbers of all adapters, each at its own rank and targets; rows of a tied table count once."""
     model, last = problem.model, problem.num_stages - 1
     twins = sum(len(spec.tokens.embed) for spec in problem.adapters if spec.tokens and model.tie_embeddings)
-    stored = sum(sum(adapter_bytes(problem, stage)) for stage in range(last + 1)) // FLOAT32
-    return stored - model.hidden_size * twins
+    parameters = sum(sum(adapter_bytes(problem, stage)) for stage in range(last + 1)) // FLOAT32
+    return parameters - model.hidden_size * twins
 
 
 def token_ids(problem: MemoryProblem, stage: int, spec: AdapterSpec) -> list[tuple[int, ...]]:

@@ -51,9 +51,9 @@ def _layer_work(problem: MemoryProblem, stage: int, number: int) -> dict[str, in
     query, key = layer.attention.queries, layer.attention.keys
     hand_over = 2 * item * T * D  # incoming and outgoing activations or gradients
     everything = kept_per_layer(replace(problem, remat="everything"), number=number)
-    made_again = sum(everything.values()) - sum(kept_per_layer(problem, number=number).values())
+    recomputed = sum(everything.values()) - sum(kept_per_layer(problem, number=number).values())
     if mlp_is_one_op(problem, layer):
-        made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
+        recomputed += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
     mlp = item * T * layer.row_elements
     down = site_shape(problem, "down", number) if "down" in layer.sites else None
     if down is not None and runs_on_hopper(problem, down) and policy.has_extra_ranks(down):
@@ -66,7 +66,7 @@ def _layer_work(problem: MemoryProblem, stage: int, number: int) -> dict[str, in
     gathered = layer_bytes(problem, number=number) if problem.fsdp > 1 else 0
     dequantised = dequantised_bytes(problem, number)  # one layer at a time, because layers depend on each other
     together = block_layers(problem.block_layers, len(problem.layers[stage].pieces), fsdp=problem.fsdp)
-    once = hand_over + made_again + dequantised + _balance_bytes(problem, layer)
+    once = hand_over + recomputed + dequantised + _balance_bytes(problem, layer)
     return {
         "forward": once + view + gathered,
         "backward": once + max(mlp, attention) + _tile_sums(problem, layer) + 2 * view + together * gathered,
@@ -85,13 +85,13 @@ def _view_bytes(problem: MemoryProblem, layer: Layer) -> int:
     No microbatch has more adapters than tiles; how many a plan puts together is not known here.
     """
     leaves = leaves_of(tuple(spec.kind for spec in problem.adapters))
-    padded = sum(
+    elements = sum(
         max(linear.experts, 1) * prod(leaf.shape(*linear.shape, rank))
         for linear in layer.linears
         if (rank := bank_rank(problem.adapters, linear.name))
         for leaf in leaves
     )
-    return FLOAT32 * min(len(problem.adapters), max(problem.capacity_tokens // problem.tile_tokens, 1)) * padded
+    return FLOAT32 * min(len(problem.adapters), max(problem.capacity_tokens // problem.tile_tokens, 1)) * elements
 
 
 def _tile_sums(problem: MemoryProblem, layer: Layer) -> int:
