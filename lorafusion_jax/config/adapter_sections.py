@@ -172,8 +172,8 @@ class LoraSettings(Section):
         kind = values.get("kind") if isinstance(values, dict) else None
         if not isinstance(kind, str) or unknown_kind(kind) is not None or "dropout" in values:
             return values
-        known = adapter_kind(kind)
-        free = known.dropout and known.column_scale is None
+        definition = adapter_kind(kind)
+        free = definition.dropout and definition.column_scale is None
         return values if free else values | {"dropout": 0.0}
 
     @field_validator("layers_to_transform", mode="before")
@@ -272,10 +272,10 @@ class OptimSettings(Section):
         name = info.data.get("name")  # missing if it is invalid
         if name is None:
             return options
-        known = sorted(set(optimizer(name).options) - set(cls.model_fields))
-        wrong = sorted(set(options) - set(known))
+        names = sorted(set(optimizer(name).options) - set(cls.model_fields))
+        wrong = sorted(set(options) - set(names))
         if wrong:
-            expected = f"numbers that {name} reads ({', '.join(known)})" if known else f"empty: {name} reads none"
+            expected = f"numbers that {name} reads ({', '.join(names)})" if names else f"empty: {name} reads none"
             raise ValueError(f"{expected}; not {', '.join(wrong)}")
         return options
 

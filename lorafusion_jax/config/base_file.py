@@ -21,10 +21,10 @@ def base_file(file_name: str, name: str, revision: str | None, directory: Path) 
             return file
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(name, file_name, revision=revision)
+        cache_path = try_to_load_from_cache(name, file_name, revision=revision)
     except (ImportError, OSError, ValueError):
         return None
-    return Path(cached) if isinstance(cached, str) else None
+    return Path(cache_path) if isinstance(cache_path, str) else None
 
 
 def model_of(name: str, revision: str | None, directory: Path) -> ModelConfig | None:

@@ -101,10 +101,10 @@ def convert(values: Mapping[str, Any], name: str) -> Converted:
         key for key in ("base", "data") if {"base": "model", "data": "train"}[key] not in result.job.get(key, {})
     ]
     if missing:
-        wanted = {"base": "base model (base_model, model_name_or_path)", "data": "data (datasets, dataset)"}
+        words = {"base": "base model (base_model, model_name_or_path)", "data": "data (datasets, dataset)"}
         raise ConfigError(
             "config.not-convertible",
-            f"the file names no {' and no '.join(wanted[key] for key in missing)}.",
+            f"the file names no {' and no '.join(words[key] for key in missing)}.",
             fix="lorafusion init > jobs.yaml shows what a job file needs",
         )
     if "objective" not in result.job:
@@ -124,10 +124,10 @@ def _with_defaults(values: Mapping[str, Any], result: Converted) -> Mapping[str,
     if program is None:
         result.defaults = "Which program the file is of is not clear: keys that it leaves out have our defaults."
         return values
-    left_out = program.left_out(values, preferences="objective" in result.job)
-    result.defaults = f"Read as a file of {program.name}, with its defaults for {', '.join(left_out) or 'nothing'}."
+    defaults = program.left_out(values, preferences="objective" in result.job)
+    result.defaults = f"Read as a file of {program.name}, with its defaults for {', '.join(defaults) or 'nothing'}."
     result.notes += program.left_out_notes(values)
-    return {**values, **left_out}
+    return {**values, **defaults}
 
 
 def _adapter_name(name: str) -> str:
@@ -312,9 +312,9 @@ def _wandb(result: Converted, key: str, target: str, value: Any) -> None:
 
 
 def _objective(values: Mapping[str, Any], result: Converted) -> None:
-    asked = [str(values.get(key, "")).lower() for key in ("pref_loss", "rl", "rlhf", "stage")]
-    name = next((candidate for candidate in asked if candidate in OBJECTIVES), None)
-    if name is None and ("dpo" in asked or any(isinstance(values.get(key), list) for key in LOSSES)):
+    objectives = [str(values.get(key, "")).lower() for key in ("pref_loss", "rl", "rlhf", "stage")]
+    name = next((candidate for candidate in objectives if candidate in OBJECTIVES), None)
+    if name is None and ("dpo" in objectives or any(isinstance(values.get(key), list) for key in LOSSES)):
         name = "dpo"
     if name is not None:
         result.set("objective.name", name)
@@ -340,8 +340,8 @@ def _capacity(result: Converted) -> None:
     longest, name = result.job.get("data", {}).get("max_length"), result.job.get("objective", {}).get("name", "sft")
     if not isinstance(longest, int) or unknown_objective(name) is not None:
         return
-    chosen = choose(name, {}, None)
-    if longest * chosen.num_segments > BatchSettings().largest:
+    objective = choose(name, {}, None)
+    if longest * objective.num_segments > BatchSettings().largest:
         result.set(CAPACITY, AUTO)
         result.notes.append((CAPACITY, "auto: the planner takes a size that holds the longest samples"))
 

@@ -103,8 +103,8 @@ def _source(entry: object) -> DataSource:
     if isinstance(entry, dict) and isinstance(entry.get("source"), str) and not set(entry) - set(NAMED_KEYS):
         return DataSource(path=_named(entry["source"], entry.get("argument", "")), weight=_weight(entry))
     if not isinstance(entry, dict) or not isinstance(entry.get("path"), str) or set(entry) - set(KEYS):
-        wanted = "a file, a table with path and weight, or one with source, argument and weight"
-        raise ValueError(f"{wanted}, not {shortened(entry)}")
+        forms = "a file, a table with path and weight, or one with source, argument and weight"
+        raise ValueError(f"{forms}, not {shortened(entry)}")
     return DataSource(path=_path(entry["path"]), weight=_weight(entry))
 
 
@@ -122,13 +122,13 @@ def _named(name: str, argument: object) -> str:
 
 def _weight(entry: Mapping[str, Any]) -> float:
     value = entry.get("weight", 1.0)
-    wanted = f"a weight from {SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}, not {shortened(value)}"
+    message = f"a weight from {SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}, not {shortened(value)}"
     try:
         weight = float(as_number(value))  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
-        raise ValueError(wanted) from None
+        raise ValueError(message) from None
     if not SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT:  # nor NaN
-        raise ValueError(wanted)
+        raise ValueError(message)
     return weight
 
 

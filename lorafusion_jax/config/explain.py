@@ -50,15 +50,15 @@ def new_name(setting: str) -> str:
     >>> new_name("train.keep"), new_name("mesh.fsdp")
     ('train.remat', 'mesh.fsdp')
     """
-    return {dotted(old): dotted(new) for old, new in RENAMED.items()}.get(setting, setting)
+    return {dotted(earlier): dotted(later) for earlier, later in RENAMED.items()}.get(setting, setting)
 
 
 def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError:
     """Builds the error for an unknown key, with its new name or the nearest known key."""
     if keys in RENAMED:
-        new = dotted(RENAMED[keys])
+        name = dotted(RENAMED[keys])
         return ConfigError(
-            "config.renamed-key", f"'{dotted(keys)}' is now '{new}'.", where=source.where(keys), fix=f"write {new}"
+            "config.renamed-key", f"'{dotted(keys)}' is now '{name}'.", where=source.where(keys), fix=f"write {name}"
         )
     known = sorted(known)
     return ConfigError(
@@ -74,8 +74,8 @@ def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError
 def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> ConfigError:
     """Builds the error for one pydantic error below `section`."""
     location: Keys = detail["loc"]
-    adapters_own = location[:1] == ("global_samples",) and section != ("batch",)
-    keys = (*section, *(("batch", "global_samples") if adapters_own else location))
+    of_adapter = location[:1] == ("global_samples",) and section != ("batch",)
+    keys = (*section, *(("batch", "global_samples") if of_adapter else location))
     if detail["type"] == "extra_forbidden":
         return unknown_key(source, keys, _fields(model, location[:-1]))
     if detail["type"] == "missing":
@@ -94,22 +94,22 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
             break
     typed = source.typed(keys)
     problem = detail.get("ctx", {}).get("error")
-    renamed = advice(problem.key) if isinstance(problem, UnknownOption) else ""
+    hint = advice(problem.key) if isinstance(problem, UnknownOption) else ""
     return ConfigError(
         "config.override" if typed else "config.value",
         f"'{dotted(keys)}' must be {expected}.",
         where=source.where(keys),
-        fix=renamed or (f"e.g. {dotted(keys)}{'=' if typed else ': '}{example}" if example else ""),
+        fix=hint or (f"e.g. {dotted(keys)}{'=' if typed else ': '}{example}" if example else ""),
     )
 
 
 def _expectation(detail) -> str:
     value = detail["input"]
     value = "null" if value is None else shortened(str(value).lower() if isinstance(value, bool) else value)
-    known = EXPECTED.get(detail["type"])
+    pattern = EXPECTED.get(detail["type"])
     if detail["type"] == "value_error":  # from a validator of the schema
         return str(detail["ctx"]["error"])
-    return f"{known.format(**detail.get('ctx', {}))}, not {value}" if known else detail["msg"]
+    return f"{pattern.format(**detail.get('ctx', {}))}, not {value}" if pattern else detail["msg"]
 
 
 def _without_quotes(detail) -> str:

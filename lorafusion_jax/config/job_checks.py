@@ -34,19 +34,19 @@ def names_differ(entries: Sequence[Entry], source: Source) -> list[LoraFusionErr
         if isinstance(name := entry.values.get("name"), str):
             places.setdefault(name.casefold(), []).append((name, entry.keys))
     errors: list[LoraFusionError] = []
-    for _, named in sorted(places.items()):
-        if "=" in named[0][0]:
+    for _, same_names in sorted(places.items()):
+        if "=" in same_names[0][0]:
             errors.append(
                 ConfigError(
                     "config.name",
-                    f"the name '{named[0][0]}' contains '='.",
-                    where=source.where((*named[0][1], "name")),
+                    f"the name '{same_names[0][0]}' contains '='.",
+                    where=source.where((*same_names[0][1], "name")),
                     why="names are folders, and vllm --lora-modules name=path splits there",
-                    fix=named[0][0].replace("=", "-"),
+                    fix=same_names[0][0].replace("=", "-"),
                 )
             )
-        if len(named) > 1:
-            (first, _), (second, keys) = named[:2]
+        if len(same_names) > 1:
+            (first, _), (second, keys) = same_names[:2]
             same = f"two adapters are called '{first}'."
             errors.append(
                 ConfigError(
@@ -124,9 +124,9 @@ def targets_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: S
         try:
             resolve_targets(adapter.lora.targets, tuple(PATHS))
         except LoraFusionError as problem:
-            written = entry.writes(("lora", "targets"))
-            where = source.where((*entry.keys, "lora", "targets") if written else ("lora", "targets"))
-            prefix = f"{entry.written['name']}: " if written else ""
+            of_entry = entry.writes(("lora", "targets"))
+            where = source.where((*entry.keys, "lora", "targets") if of_entry else ("lora", "targets"))
+            prefix = f"{entry.written['name']}: " if of_entry else ""
             errors += [
                 ConfigError(error.code, f"{prefix}{error.what}", where=where, fix=error.fix)
                 for error in getattr(problem, "errors", [problem])
@@ -199,14 +199,14 @@ def _rollout_problems(
     adapter: schema.AdapterConfig, folder: Path, others: Collection[str]
 ) -> Iterator[tuple[Keys, str, str]]:
     """Yields key, problem and fix."""
-    rollout, chosen, fields = adapter.rollout, adapter.objective.chosen, type(adapter.rollout).model_fields
+    rollout, objective, fields = adapter.rollout, adapter.objective.chosen, type(adapter.rollout).model_fields
     if not rollout.is_on:
-        written = [key for key in rollout.model_fields_set if getattr(rollout, key) != fields[key].default]
-        if written:
-            yield ("rollout",), f"rollout has {', '.join(sorted(written))}, but no reward.", "rollout.reward: exact"
+        keys = [key for key in rollout.model_fields_set if getattr(rollout, key) != fields[key].default]
+        if keys:
+            yield ("rollout",), f"rollout has {', '.join(sorted(keys))}, but no reward.", "rollout.reward: exact"
         return
-    if not chosen.objective.advantages:
-        message = f"objective {chosen.name} does not train on rewarded answers."
+    if not objective.objective.advantages:
+        message = f"objective {objective.name} does not train on rewarded answers."
         yield ("objective",), message, f"objective: one of {', '.join(on_rollouts())}"
     group, samples, reserved = rollout.group, adapter.global_samples, rollout.reserved_tokens
     if samples % group:
@@ -224,7 +224,7 @@ def _rollout_problems(
     if (rollout.tool is None) != (rollout.turns == 1):
         message = "turns above 1 need a tool, which speaks between them, and a tool needs turns above 1."
         yield ("rollout", "turns"), message, "rollout: {tool: FILE.py:function, turns: 4}"
-    if chosen.compares and chosen.reference in others:
+    if objective.compares and objective.reference in others:
         yield (
             ("objective", "reference"),
             "another adapter of the job is no reference of answers.",
@@ -280,9 +280,9 @@ def ineffective(config: schema.JobConfig) -> list[str]:
         notes += [
             f"{adapter.name}: lora.{key} has no effect with kind {adapter.lora.kind}" for key in _unscaled(adapter)
         ]
-        chosen = adapter.objective.chosen
-        if chosen.objective.defaults.get("lora.dropout") == 0 and adapter.lora.dropout > 0:
-            notes.append(f"{adapter.name}: lora.dropout={adapter.lora.dropout:g}, {_dropout_effect(chosen)}")
+        objective = adapter.objective.chosen
+        if objective.objective.defaults.get("lora.dropout") == 0 and adapter.lora.dropout > 0:
+            notes.append(f"{adapter.name}: lora.dropout={adapter.lora.dropout:g}, {_dropout_effect(objective)}")
         notes += _overlapping(adapter, Path(config.directory))
         if (priority := adapter.priority) != 0:
             notes.append(f"{adapter.name}: priority={priority} has no effect in a run: a service orders jobs by it")
@@ -298,11 +298,11 @@ def _overlapping(adapter: schema.AdapterConfig, directory: Path) -> Iterator[str
     except (LoraFusionError, OSError, ValueError):  # who reads the folder says why
         return
     patterns = described.spec.patterns
-    for key, named in (
+    for key, values in (
         () if patterns is None else (("rank_pattern", patterns.ranks), ("alpha_pattern", patterns.alphas))
     ):
         for path in described.ranks:
-            matched = {name: value for name, value in named if matches(name, path)}
+            matched = {name: value for name, value in values if matches(name, path)}
             if len(set(matched.values())) > 1:
                 both = " and ".join(map(repr, matched))
                 yield (

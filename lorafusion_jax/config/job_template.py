@@ -44,10 +44,10 @@ def _fields(model: type[BaseModel], *, required: bool) -> Iterator[str]:
 def _line(indent: str, key: str, field: FieldInfo) -> list[str]:
     """`key: default` with its comment; long comments continue on the next lines."""
     value = EXAMPLES[key] if field.is_required() else field.default
-    shown = yaml.safe_dump(value, default_flow_style=True, width=WIDTH).removesuffix("...\n").strip()
+    value_text = yaml.safe_dump(value, default_flow_style=True, width=WIDTH).removesuffix("...\n").strip()
     comment = "; ".join(text for text in (field.description, " | ".join(_options(field.annotation))) if text)
     first, *more = textwrap.wrap(comment, WIDTH - COLUMN - 2) or [""]
-    start = f"{indent}{key}: {shown}"
+    start = f"{indent}{key}: {value_text}"
     return [f"{start:<{COLUMN - 1}} # {first}" if first else start, *(f"{'':{COLUMN}}# {text}" for text in more)]
 
 

@@ -43,15 +43,15 @@ def check_names(adapters: Sequence[AdapterConfig], run: JobConfig) -> None:
     Raises:
         ConfigError, ErrorList: `add.name`; `add.too-many`.
     """
-    taken = {adapter.name.casefold(): adapter.name for adapter in run.adapters}
+    names = {adapter.name.casefold(): adapter.name for adapter in run.adapters}
     errors = []
     for adapter in adapters:
-        if (other := taken.get(adapter.name.casefold())) is not None:
+        if (other := names.get(adapter.name.casefold())) is not None:
             message = "the run has an adapter" if other == adapter.name else "the run has, in another case, an adapter"
             errors.append(
                 ConfigError("add.name", f"{message} '{adapter.name}' already.", fix="give the new one another name")
             )
-        taken[adapter.name.casefold()] = adapter.name
+        names[adapter.name.casefold()] = adapter.name
     if len(run.adapters) + len(adapters) > MOST_ADAPTERS:
         message = f"the run would have {len(run.adapters) + len(adapters)} adapters and can have {MOST_ADAPTERS}."
         errors.append(ConfigError("add.too-many", message, fix="train them in another run"))
@@ -60,8 +60,8 @@ def check_names(adapters: Sequence[AdapterConfig], run: JobConfig) -> None:
 
 def add_adapters(run: JobConfig, adapters: Sequence[AdapterConfig]) -> JobConfig:
     """A run's settings with more adapters, which come last."""
-    joined = [adapter.model_copy(update={"joined": True}) for adapter in adapters]
-    return run.model_copy(update={"adapters": (*run.adapters, *joined)})
+    newcomers = [adapter.model_copy(update={"joined": True}) for adapter in adapters]
+    return run.model_copy(update={"adapters": (*run.adapters, *newcomers)})
 
 
 def select_adapters(config: JobConfig, names: Collection[str]) -> JobConfig:
@@ -87,14 +87,14 @@ def _differences(source: Source, config: JobConfig, run: JobConfig) -> Iterator[
     for section in SHARED:
         added_section, run_section = getattr(config, section), getattr(run, section)
         for key in type(added_section).model_fields:
-            value, wanted = getattr(added_section, key), getattr(run_section, key)
-            if value == wanted or (section, key) == OF_ADAPTERS:
+            value, run_value = getattr(added_section, key), getattr(run_section, key)
+            if value == run_value or (section, key) == OF_ADAPTERS:
                 continue
             if (section, key) == ("base", "model") and _model_folder(config) == _model_folder(run):
                 continue
             yield ConfigError(
                 "add.other-settings",
-                f"{section}.{key} is {wanted} in the run and {value} here.",
+                f"{section}.{key} is {run_value} in the run and {value} here.",
                 where=source.where((section, key)),
                 why="all adapters of a run share it",
                 fix=f"leave {section}.{key} out, or train these adapters in a run of their own",

@@ -65,8 +65,8 @@ def _validate(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfi
     errors: list[LoraFusionError] = list(source.problems)
     source, values = overridden(source, overrides, errors)
     auto = take_auto(values)
-    merged = merge_entries(source, values, errors)
-    adapters = expand_entries(merged, source, errors)
+    entries = merge_entries(source, values, errors)
+    adapters = expand_entries(entries, source, errors)
     config = validate_job(source, values, adapters, errors, auto)
     return config, unique(errors)
 

@@ -56,38 +56,38 @@ def merge_entries(source: Source, values: dict, errors: list[LoraFusionError]) -
             )
         )
         return []
-    merged = []
-    for index, written in enumerate(entries):
+    job_entries = []
+    for index, table in enumerate(entries):
         keys = ("adapters", index)
-        if not isinstance(written, dict):
+        if not isinstance(table, dict):
             message = f"adapters[{index}] must be a table with a name and data."
             errors.append(ConfigError("config.type", message, where=source.where(keys)))
             continue
-        errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in written if key not in ADAPTER_KEYS]
-        with_defaults = _with_start(_with_defaults(values, written), written, source, values.get("base"))
+        errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in table if key not in ADAPTER_KEYS]
+        with_defaults = _with_start(_with_defaults(values, table), table, source, values.get("base"))
         try:
             with_defaults = prompts_as_data(with_defaults)
         except ValueError as problem:
             where = source.where((*keys, "rollout", "prompts"))
             errors.append(
-                ConfigError("config.rollout", f"{written.get('name')}: data.train must be {problem}.", where=where)
+                ConfigError("config.rollout", f"{table.get('name')}: data.train must be {problem}.", where=where)
             )
-        merged.append(Entry(keys=keys, written=written, values=with_defaults))
-    return merged
+        job_entries.append(Entry(keys=keys, written=table, values=with_defaults))
+    return job_entries
 
 
 def _with_defaults(values: dict, written: dict) -> dict:
-    merged = {key: values[key] for key in SINGLE_DEFAULTS if key in values}
+    settings = {key: values[key] for key in SINGLE_DEFAULTS if key in values}
     for key in DEFAULTS:
-        merged[key] = values.get(key) or {}
+        settings[key] = values.get(key) or {}
     if isinstance(values.get("batch"), dict) and "global_samples" in values["batch"]:
-        merged["batch"] = {"global_samples": values["batch"]["global_samples"]}
+        settings["batch"] = {"global_samples": values["batch"]["global_samples"]}
     for key, value in written.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        if both and key == "objective" and value.get("name", merged[key].get("name")) != merged[key].get("name"):
+        both = isinstance(value, dict) and isinstance(settings.get(key), dict)
+        if both and key == "objective" and value.get("name", settings[key].get("name")) != settings[key].get("name"):
             both = False  # the shared options belong to another objective
-        merged[key] = {**merged[key], **value} if both else value
-    return {key: merged[key] for key in ADAPTER_KEYS if key in merged}
+        settings[key] = {**settings[key], **value} if both else value
+    return {key: settings[key] for key in ADAPTER_KEYS if key in settings}
 
 
 def _with_start(merged: dict, written: dict, source: Source, base: Any) -> dict:
@@ -95,12 +95,12 @@ def _with_start(merged: dict, written: dict, source: Source, base: Any) -> dict:
     lora = merged.get("lora")
     if not isinstance(lora, dict) or not isinstance(lora.get("init_from"), str):
         return merged
-    written_lora = written.get("lora")
-    beside = written_lora if isinstance(written_lora, dict) and "init_from" in written_lora else lora
+    entry_lora = written.get("lora")
+    beside = entry_lora if isinstance(entry_lora, dict) and "init_from" in entry_lora else lora
     kind = lora.get("kind")
-    known = isinstance(kind, str) and unknown_kind(kind) is None
+    kind_exists = isinstance(kind, str) and unknown_kind(kind) is None
     folder = source.path.parent / lora["init_from"]
-    of_folder = lora_settings(folder, kind if known else None, _base_of(base, source.path.parent))
+    of_folder = lora_settings(folder, kind if kind_exists else None, _base_of(base, source.path.parent))
     return merged | {"lora": lora | {key: value for key, value in of_folder.items() if key not in beside}}
 
 

@@ -58,8 +58,8 @@ class Program:
 
 def target_of(key: str) -> str | None:
     """The key of a job file that a key of another program sets; None if there is none."""
-    known = counterpart(str(key))
-    return SAME.get(str(key)) or (known.key if known else None)
+    match = counterpart(str(key))
+    return SAME.get(str(key)) or (match.key if match else None)
 
 
 SAME = {

@@ -156,12 +156,12 @@ def advice(key: str) -> str:
     >>> advice("sample_packing")
     'leave it out: samples are always packed, without mixing them'
     """
-    known = counterpart(key)
-    if known is None:
+    match = counterpart(key)
+    if match is None:
         return ""
-    if known.key is None:
-        return f"leave it out: {known.note}"
-    return f"{key} is {known.key} here" + (f": {known.note}" if known.note else "")
+    if match.key is None:
+        return f"leave it out: {match.note}"
+    return f"{key} is {match.key} here" + (f": {match.note}" if match.note else "")
 
 
 def of_another_program(keys: Iterable[object]) -> list[str]:

@@ -68,8 +68,8 @@ def _find_named(table, name: str) -> tuple[str | int, Any]:
     """The value under a name in a table or a list of named tables, and its key."""
     if isinstance(table, dict):
         return name, table.setdefault(name, {})
-    named = ((n, item) for n, item in enumerate(table) if isinstance(item, dict) and item.get("name") == name)
-    return next(named, (name, None))
+    matches = ((n, item) for n, item in enumerate(table) if isinstance(item, dict) and item.get("name") == name)
+    return next(matches, (name, None))
 
 
 def _names_in(table) -> str:

@@ -70,8 +70,8 @@ class Places:
     def classes(self) -> dict[str, list[int]]:
         """Name of each class → its places."""
         by_class: dict[str, list[int]] = {}
-        for place, (rank, kind) in enumerate(zip(self.ranks, self.kinds, strict=True)):
-            by_class.setdefault(class_name(kind, rank), []).append(place)
+        for index, (rank, kind) in enumerate(zip(self.ranks, self.kinds, strict=True)):
+            by_class.setdefault(class_name(kind, rank), []).append(index)
         return by_class
 
     def find(self, kind: str, rank: int, taken: Collection[int]) -> int | None:
@@ -106,8 +106,8 @@ class Places:
 
     def lacks_head(self, spec: AdapterSpec) -> bool:
         """Whether places do not have the head of an adapter's objective."""
-        needed = set() if spec.head is None else set(spec.head.by_key)
-        return not needed <= {key for head in self.heads for key in head.by_key}
+        keys = set() if spec.head is None else set(spec.head.by_key)
+        return not keys <= {key for head in self.heads for key in head.by_key}
 
 
 def place_kind(spec: AdapterSpec) -> str:

@@ -37,10 +37,10 @@ def reference_of(adapter: AdapterConfig, names: Collection[str]) -> ReferenceWei
     >>> from lorafusion_jax.config.schema import DataSettings
     >>> reference_of(AdapterConfig(name="law", data=DataSettings(train="law.jsonl")), ["law"])
     """
-    chosen = adapter.objective.chosen
-    if not chosen.compares:
+    objective = adapter.objective.chosen
+    if not objective.compares:
         return None
-    spelled = chosen.reference or (BASE if adapter.lora.init_from is None else START)
+    spelled = objective.reference or (BASE if adapter.lora.init_from is None else START)
     if spelled == BASE:
         return ReferenceWeights("base")
     if spelled == START:

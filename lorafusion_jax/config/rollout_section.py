@@ -73,10 +73,10 @@ def _reward(entry: object) -> Reward:
         "exact, FILE.py:function, or a table with one of exact: COLUMN, match: REGULAR EXPRESSION, "
         "function: FILE.py:function, url: ADDRESS, and a weight"
     )
-    named = [kind for kind in KINDS if isinstance(entry, dict) and kind in entry]
-    if not isinstance(entry, dict) or len(named) != 1 or set(entry) - {*named, "weight"}:
+    kinds = [kind for kind in KINDS if isinstance(entry, dict) and kind in entry]
+    if not isinstance(entry, dict) or len(kinds) != 1 or set(entry) - {*kinds, "weight"}:
         raise ValueError(f"{expected}, not {shortened(entry)}")
-    (kind,), text = named, entry[named[0]]
+    (kind,), text = kinds, entry[kinds[0]]
     if not isinstance(text, str):
         raise ValueError(f"a text as {kind}, not {shortened(text)}")
     check_text(text)
@@ -225,8 +225,8 @@ class RolloutSettings(LimitSettings):
 
 def estimator_of(adapter: Any) -> str:
     """How an adapter's rewards become advantages."""
-    named = adapter.rollout.advantages
-    return adapter.objective.chosen.objective.advantages if named == "auto" else named
+    name = adapter.rollout.advantages
+    return adapter.objective.chosen.objective.advantages if name == "auto" else name
 
 
 def missing_function(folder: Path, text: str) -> str:

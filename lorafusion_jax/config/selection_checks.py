@@ -45,13 +45,13 @@ def _adapter_errors(
         keys = ("early_stop", key)
         return source.where((*entry.keys, *keys) if entry.writes(keys) else keys)
 
-    if settings.metric not in (known := metrics_of(adapter)):
+    if settings.metric not in (metrics := metrics_of(adapter)):
         yield ConfigError(
             "config.metric",
             f"{name}: early_stop.metric is '{settings.metric}', which its evaluations do not have.",
             where=where("metric"),
-            why=f"objective {adapter.objective.name} has {', '.join(known)}",
-            fix=did_you_mean(settings.metric, known) or f"early_stop.metric: {known[0]}",
+            why=f"objective {adapter.objective.name} has {', '.join(metrics)}",
+            fix=did_you_mean(settings.metric, metrics) or f"early_stop.metric: {metrics[0]}",
         )
     if settings.patience is None:
         return

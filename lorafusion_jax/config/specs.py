@@ -82,8 +82,8 @@ def _unmatched(spec: AdapterSpec, model: ModelConfig) -> Iterator[LoraFusionErro
         return
     if patterns.exclude and len(present) == len(paths):
         yield ConfigError("lora.pattern", f"{spec.name}: lora.exclude={patterns.exclude} matches no projection.")
-    for key, named in (("rank_pattern", patterns.ranks), ("alpha_pattern", patterns.alphas)):
-        for pattern, _ in named:
+    for key, entries in (("rank_pattern", patterns.ranks), ("alpha_pattern", patterns.alphas)):
+        for pattern, _ in entries:
             if not any(matches(pattern, path) for path in present):
                 near = did_you_mean(pattern, list(model.targets))
                 message = f"{spec.name}: '{pattern}' of lora.{key} matches none of its projections"

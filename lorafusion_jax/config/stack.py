@@ -78,7 +78,7 @@ def stack_of(config: JobConfig) -> Stack:
     stacked = [*first, *(stand_in.model_copy(update={"name": f"({stand_in.name})"}) for stand_in in _stand_ins(places))]
     stand_ins = range(len(first), len(stacked))
     index = {adapter.name: number for number, adapter in enumerate(first)}
-    available, taken = model_targets(config), set[int]()
+    available, used_places = model_targets(config), set[int]()
     if any(adapter_spec(adapter, available).on_experts for adapter in first):
         raise ConfigError(
             "places.experts",
@@ -90,17 +90,17 @@ def stack_of(config: JobConfig) -> Stack:
         if not adapter.joined:
             continue
         spec = adapter_spec(adapter, available)
-        place = None if places.refuses(spec) else places.find(place_kind(spec), spec.rank, taken)
+        place = None if places.refuses(spec) else places.find(place_kind(spec), spec.rank, used_places)
         if place is None:
             index[adapter.name] = len(stacked)
             stacked.append(adapter)
         else:
             index[adapter.name] = stand_ins[place]
-            taken.add(place)
+            used_places.add(place)
     objectives: list[Chosen] = []
     for adapter in config.adapters:
-        chosen = adapter.objective.chosen
-        objectives += [] if any(chosen.same_as(other) for other in objectives) else [chosen]
+        objective = adapter.objective.chosen
+        objectives += [] if any(objective.same_as(other) for other in objectives) else [objective]
     return Stack(
         config=config.model_copy(update={"adapters": tuple(stacked)}),
         index=index,

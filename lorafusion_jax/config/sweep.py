@@ -80,12 +80,12 @@ def with_objective_defaults(values: dict) -> dict:
         defaults = objective(name).defaults
     except ConfigError:  # a broken package, which validation reports
         return values
-    filled = dict(values)
+    settings = dict(values)
     for setting, value in defaults.items():
         key, _, inner = setting.partition(".")
-        if isinstance(section_values := filled.get(key, {}), dict):
-            filled[key] = {inner: value, **section_values}
-    return filled
+        if isinstance(section_values := settings.get(key, {}), dict):
+            settings[key] = {inner: value, **section_values}
+    return settings
 
 
 def expand(entry: dict) -> list[dict]:
@@ -112,7 +112,7 @@ def expand(entry: dict) -> list[dict]:
             why=f"{lists}; a run has at most {MOST_ADAPTERS}",
             fix="shorter lists, or several runs",
         )
-    result = []
+    entries = []
     for values in itertools.product(*(options for _, options in swept)):
         single = copy.deepcopy(entry)
         for (keys, _), value in zip(swept, values, strict=True):
@@ -120,8 +120,8 @@ def expand(entry: dict) -> list[dict]:
         # Safe as a folder, as a hub repository, and in `vllm --lora-modules name=path`.
         suffix = "".join(f"-{keys[-1]}{short_text(value)}" for (keys, _), value in zip(swept, values, strict=True))
         single["name"] = f"{entry.get('name')}{suffix}"
-        result.append(single)
-    return result
+        entries.append(single)
+    return entries
 
 
 def short_text(value: object) -> str:

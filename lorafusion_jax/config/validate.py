@@ -39,8 +39,8 @@ def validate_job(
         entries: its adapters, with single values.
         auto: keys that the planner sets.
     """
-    known = (*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters")
-    errors += [unknown_key(source, (key,), known) for key in values if key not in known]
+    known_keys = (*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters")
+    errors += [unknown_key(source, (key,), known_keys) for key in values if key not in known_keys]
     shared = _shared_sections(source, values, errors)
     _check_defaults(source, values, errors)
     pairs = ((entry, _validate_adapter(source, entry, errors)) for entry in entries)
@@ -106,8 +106,8 @@ def _validate_adapter(source: Source, entry: Entry, errors: list[LoraFusionError
     """Returns the settings of an adapter, or None if errors were added."""
     values = dict(entry.values)
     batch = values.pop("batch", None) or {}
-    written_batch = entry.written.get("batch")
-    if isinstance(written_batch, dict):
+    entry_batch = entry.written.get("batch")
+    if isinstance(entry_batch, dict):
         errors += [
             ConfigError(
                 "config.shared-key",
@@ -115,7 +115,7 @@ def _validate_adapter(source: Source, entry: Entry, errors: list[LoraFusionError
                 where=source.where((*entry.keys, "batch", key)),
                 fix=f"set batch.{key} at the top of the file",
             )
-            for key in written_batch
+            for key in entry_batch
             if key != "global_samples"
         ]
     if isinstance(batch, dict) and "global_samples" in batch:
@@ -136,9 +136,9 @@ def _adapter_errors(source: Source, entry: Entry, problem: ValidationError, *, f
     details = problem.errors()
     explained = {detail["loc"]: explain(source, entry.keys, schema.AdapterConfig, detail) for detail in details}
     missing = {detail["loc"] for detail in details if detail["type"] == "missing"}
-    written = [error for location, error in explained.items() if location in missing or entry.writes(location)]
-    if written or not first:
-        return written
+    of_entry = [error for location, error in explained.items() if location in missing or entry.writes(location)]
+    if of_entry or not first:
+        return of_entry
     return [_of_folder(error, entry.values) for error in explained.values()]
 
 
