@@ -228,10 +228,10 @@ def check_stored_as(quantize: str, name: str | None, *, where: str) -> None:
     """
     if name is None or quantize == (kind := FORMATS[name].kind):
         return
-    asked = "as they are" if quantize == NONE else f"as {quantize}"
+    form = "as they are" if quantize == NONE else f"as {quantize}"
     raise ConfigError(
         "base.quantize-checkpoint",
-        f"this checkpoint comes quantised as {kind}, and the job stores its weights {asked}.",
+        f"this checkpoint comes quantised as {kind}, and the job stores its weights {form}.",
         where=where,
         why="rounding a second time would add another error" if quantize != NONE else "they are not widened on load",
         fix=f"base.quantize: {kind}, or base.model: the model that it was made of",

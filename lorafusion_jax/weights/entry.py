@@ -150,8 +150,8 @@ class Entry:
             if size != entry_bytes(self._places):
                 raise DamagedEntry(f"{WEIGHTS}: it has {size} bytes instead of {entry_bytes(self._places)}")
             for name, region in self._places.items():
-                written = {"start": region.start, "bytes": region.spec.num_bytes, "sampled": self._digest(name, region)}
-                if index.get(name) != written:
+                record = {"start": region.start, "bytes": region.spec.num_bytes, "sampled": self._digest(name, region)}
+                if index.get(name) != record:
                     raise DamagedEntry(f"{WEIGHTS}: {name} differs from its digest in {INDEX}")
         except OSError as problem:
             raise DamagedEntry(problem.strerror or str(problem)) from problem

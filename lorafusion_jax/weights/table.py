@@ -150,8 +150,8 @@ def _two_share_a_byte(in_features: int, out_features: int) -> str | None:
 
 def _blocks_end_with_rows(in_features: int, out_features: int) -> str | None:
     del out_features
-    rest = in_features % nf4.BLOCK
-    return f"{in_features} in features: its blocks of {nf4.BLOCK} run over the ends of channels" if rest else None
+    remainder = in_features % nf4.BLOCK
+    return f"{in_features} in features: its blocks of {nf4.BLOCK} run over the ends of channels" if remainder else None
 
 
 INT8 = StoredKind(arrays=_int8_arrays, quantise=int8.quantise, dequantise=int8.dequantise)
