@@ -63,12 +63,12 @@ def find_damage(folder: Path, names: Sequence[str] | None = None) -> list[Damage
         entry for it.
     """
     try:
-        listed = read_digests(folder)
+        digests = read_digests(folder)
     except (OSError, ValueError) as problem:
         return [Damage(file=folder / FILE, why=_reason(problem))]
-    wanted = sorted(listed) if names is None else names
+    checked_names = sorted(digests) if names is None else names
     with ThreadPoolExecutor(THREADS) as pool:
-        differences = pool.map(lambda name: _find_difference(folder / name, listed.get(name)), wanted)
+        differences = pool.map(lambda name: _find_difference(folder / name, digests.get(name)), checked_names)
         return [damage for damage in differences if damage is not None]
 
 

@@ -119,8 +119,8 @@ def first_few(items: Sequence[object], most: int, separator: str = ", ") -> str:
     'a, b and 1 more'
     """
     last = " and" if separator == ", " else f"{separator}and"
-    rest = f"{last} {len(items) - most} more" if len(items) > most else ""
-    return separator.join(map(str, items[:most])) + rest
+    ending = f"{last} {len(items) - most} more" if len(items) > most else ""
+    return separator.join(map(str, items[:most])) + ending
 
 
 def shortened_text(text: str, most: int = MOST_SHOWN) -> str:

@@ -8,5 +8,5 @@ from pathlib import Path
 def examples_directory() -> Path:
     """Folder with `demo.yaml`, `data/` and `base/`."""
     package = Path(__file__).resolve().parent
-    packed = package / "_examples"
-    return packed if packed.is_dir() else package.parent / "examples"
+    in_package = package / "_examples"
+    return in_package if in_package.is_dir() else package.parent / "examples"

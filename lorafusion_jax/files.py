@@ -55,10 +55,10 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Renames a folder before removing it, so that a crash does not leave a part of it under its name."""
-    gone = folder.with_name(f".{folder.name}{GONE}")
-    shutil.rmtree(gone, ignore_errors=True)
-    folder.rename(gone)
-    shutil.rmtree(gone)
+    trash = folder.with_name(f".{folder.name}{GONE}")
+    shutil.rmtree(trash, ignore_errors=True)
+    folder.rename(trash)
+    shutil.rmtree(trash)
 
 
 def make_folder(folder: Path) -> None:

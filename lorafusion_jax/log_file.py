@@ -40,8 +40,8 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or not _is_whole(row.get("slot")):
         return None
-    named = row["kind"] in ("step", "eval")  # rows of one adapter
-    if named and not (isinstance(row.get("adapter"), str) and _is_whole(row.get("step"))):
+    of_adapter = row["kind"] in ("step", "eval")  # rows of one adapter
+    if of_adapter and not (isinstance(row.get("adapter"), str) and _is_whole(row.get("step"))):
         return None
     row.pop("crc", None)
     return row if isinstance(row.get("time", 0), int | float) else None
@@ -49,8 +49,8 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 def is_unchanged(line: bytes) -> bool:
     """Whether a line matches its CRC or has none."""
-    plain, mark, rest = line.rpartition(CRC)
-    return not mark or rest.rstrip(b"\n") == b'%08x"}' % zlib.crc32(plain)
+    plain, mark, digest = line.rpartition(CRC)
+    return not mark or digest.rstrip(b"\n") == b'%08x"}' % zlib.crc32(plain)
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -83,15 +83,15 @@ def _replace(building: Path, target: Path) -> None:
             sync(path)
     sync(building)
     if target.is_dir() and any(target.iterdir()):
-        old = target.with_name(f".{target.name}{OLD}")
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
+        backup = target.with_name(f".{target.name}{OLD}")
+        shutil.rmtree(backup, ignore_errors=True)
+        target.rename(backup)
         try:
             building.rename(target)
         except OSError:
-            old.rename(target)
+            backup.rename(target)
             raise
-        remove_folder(old)
+        remove_folder(backup)
     else:
         building.rename(target)  # also replaces an empty folder
     sync(target.parent)

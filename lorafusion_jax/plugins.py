@@ -79,9 +79,9 @@ def origin(group: str, name: str) -> str:
 def plugin_fault(problem: BaseException) -> ConfigError | None:
     """Returns an error that names the extension whose code raised; None if no code of one was running."""
     cause: BaseException | None = problem
-    known: set[int] = set()
-    while cause is not None and id(cause) not in known:  # an event that failed is context and effect of its bug
-        known.add(id(cause))
+    cause_ids: set[int] = set()
+    while cause is not None and id(cause) not in cause_ids:  # an event that failed is context and effect of its bug
+        cause_ids.add(id(cause))
         frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
         for frame in reversed(frames):
             module = str(frame.f_globals.get("__name__", ""))

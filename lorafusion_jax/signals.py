@@ -132,15 +132,15 @@ def stop_signals() -> Iterator[StopSignals]:
     try:
         yield handler
     finally:
-        for number, old in before.items() if not handler.watched else ():
-            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: not set by Python
+        for number, action in before.items() if not handler.watched else ():
+            signal.signal(number, signal.SIG_DFL if action is None else action)  # None: not set by Python
 
 
 @contextmanager
 def deferred_stop() -> Iterator[threading.Event]:
     """Within, the first signal sets the event only; the second raises KeyboardInterrupt."""
-    with stop_signals() as handler, handler.deferring() as asked:
-        yield asked
+    with stop_signals() as handler, handler.deferring() as stop_event:
+        yield stop_event
 
 
 @contextmanager
