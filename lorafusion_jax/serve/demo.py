@@ -35,5 +35,5 @@ def submit_demo(url: str, settings: Settings) -> None:
             "batch": {"global_samples": batch},
             "epochs": 2,
         }
-        made = Client(url, keys[owner]).submit(job)
-        out().print(f"{made.id}: {name} of {owner}", highlight=False)
+        job_handle = Client(url, keys[owner]).submit(job)
+        out().print(f"{job_handle.id}: {name} of {owner}", highlight=False)

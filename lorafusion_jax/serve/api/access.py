@@ -98,10 +98,10 @@ class Limits:
     def take(self, key: str) -> bool:
         now = time.monotonic()
         with self._lock:
-            left, at = self._left.get(key, (BURST * self._factor, now))
-            left = min(BURST * self._factor, left + (now - at) * RATE * self._factor)
-            self._left[key] = (left - 1 if left >= 1 else left, now)
-            return left >= 1
+            allowance, at = self._left.get(key, (BURST * self._factor, now))
+            allowance = min(BURST * self._factor, allowance + (now - at) * RATE * self._factor)
+            self._left[key] = (allowance - 1 if allowance >= 1 else allowance, now)
+            return allowance >= 1
 
 
 class Places:
@@ -236,8 +236,8 @@ def identify(request: Request, service: Service) -> Owner:
     Raises:
         ApiError: 401, no valid key; 403, a write by cookie from another page; 429.
     """
-    if (known := getattr(request.state, "owner", None)) is not None:
-        return known
+    if (request_owner := getattr(request.state, "owner", None)) is not None:
+        return request_owner
     key = sent_key(request)
     owner = service.access.find(key, request.cookies.get(cookie_name(request), ""))
     if owner is None:

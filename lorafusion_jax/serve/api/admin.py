@@ -94,10 +94,10 @@ def bases(service: ServiceOf, owner: JobsRead) -> dict[str, Any]:
     controller = service.controller
     free: dict[str, dict[str, int]] = {name: {} for name in service.settings.bases}
     for group in controller.groups:
-        taken, layout = controller.places(group), controller.layout(group)
+        job_by_place, layout = controller.places(group), controller.layout(group)
         free_by_class = free[controller.base_of(group)]
         for name, places in layout.classes.items():
-            free_by_class[name] = free_by_class.get(name, 0) + sum(taken[place] is None for place in places)
+            free_by_class[name] = free_by_class.get(name, 0) + sum(job_by_place[place] is None for place in places)
     return {
         "items": [
             {"name": name, "shape": _shape(path), "warm": controller.warm(name), "free_places": free[name]}
@@ -125,20 +125,20 @@ def delete_adapter(
     adapter: Name, service: ServiceOf, owner: AdaptersWrite, idempotency_key: IdempotencyKey = None
 ) -> Response:
     """Deletes an adapter that no live job uses, and its files."""
-    deleted: list[str] = []
+    jobs: list[str] = []
 
     def act(connection: Any) -> tuple[int, Any]:
         row = _find_adapter(service, adapter, owner)
         if live := service.jobs.using(connection, adapter):
             message, fix = f"{len(live)} live jobs use the adapter.", "cancel them, or wait for their end"
             raise ApiError(409, "adapter.in-use", message, where=live[0], fix=fix)
-        deleted.append(row["job"])
+        jobs.append(row["job"])
         connection.execute(t.artifacts.delete().where(t.artifacts.c.id == adapter))
         connection.execute(t.removals.insert().prefix_with("OR IGNORE").values(path=row["path"]))
         return 204, None
 
     answer = once(service, owner, idempotency_key, f"DELETE /v1/adapters/{adapter}", {}, act)
-    for job in deleted:
+    for job in jobs:
         service.controller.sweeper.add(job)
     return answer
 
@@ -152,9 +152,9 @@ def cluster(service: ServiceOf, owner: ClusterRead) -> dict[str, Any]:
     controller = service.controller
 
     def slots(group: str) -> list[dict[str, Any]]:
-        layout, taken = controller.layout(group), controller.places(group)
+        layout, job_by_place = controller.layout(group), controller.places(group)
         return [
-            {"place": place, "kind": kind, "rank": rank} | _occupant(jobs.get(taken[place] or ""), owner)
+            {"place": place, "kind": kind, "rank": rank} | _occupant(jobs.get(job_by_place[place] or ""), owner)
             for place, (rank, kind) in enumerate(zip(layout.ranks, layout.kinds, strict=True))
         ]
 
@@ -227,15 +227,15 @@ def keys(service: ServiceOf, owner: Admin) -> dict[str, Any]:
 @router.post("/keys", status_code=201, tags=["keys"])
 def new_key(new: NewKey, service: ServiceOf, owner: Admin, idempotency_key: IdempotencyKey = None) -> Response:
     """Adds a key. It is shown this once; the answer to a repeated request has an empty one."""
-    shown: list[str] = []
+    secrets: list[str] = []
 
     def act(connection: Any) -> tuple[int, Any]:
         name, key = add_key(connection, new.owner, new.scopes, days=new.days, limits=_limits(new.limits or KeyLimits()))
-        shown.append(key)
+        secrets.append(key)
         return 201, {"id": name, "key": "", "owner": new.owner, "scopes": new.scopes}
 
     answer = once(service, owner, idempotency_key, "POST /v1/keys", new.model_dump(), act)
-    return JSONResponse(json.loads(bytes(answer.body)) | {"key": shown[0]}, 201) if shown else answer
+    return JSONResponse(json.loads(bytes(answer.body)) | {"key": secrets[0]}, 201) if secrets else answer
 
 
 @router.put("/keys/{key}/limits", status_code=204, tags=["keys"])
@@ -344,14 +344,14 @@ def _metrics(service: Service) -> bytes:
     jobs = Gauge("lorafusion_jobs", "Jobs by state", ["state"], registry=registry)
     for state, count in by_state.items():
         jobs.labels(state).set(count)
-    waiting = Gauge("lorafusion_child_waiting", "Requests that wait for a process", ["lane"], registry=registry)
+    queue_gauge = Gauge("lorafusion_child_waiting", "Requests that wait for a process", ["lane"], registry=registry)
     for lane, count in service.controller.child.waiting().items():
-        waiting.labels(lane).set(count)
+        queue_gauge.labels(lane).set(count)
     controller, home = service.controller, service.settings.home
-    taken = [job for group in controller.groups for job in controller.places(group).values()]
+    occupants = [job for group in controller.groups for job in controller.places(group).values()]
     values = {
-        "lorafusion_places": ("Places of all sessions", len(taken)),
-        "lorafusion_places_free": ("Free places", sum(job is None for job in taken)),
+        "lorafusion_places": ("Places of all sessions", len(occupants)),
+        "lorafusion_places_free": ("Free places", sum(job is None for job in occupants)),
         "lorafusion_worker_ready": ("Whether the worker is ready", float(service.controller.ready)),
         "lorafusion_steps": ("Optimizer steps of all jobs", steps),
         "lorafusion_checking_seconds": ("Age of the oldest job in checking", time.time() - oldest if oldest else 0.0),
@@ -390,5 +390,5 @@ def _shape(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return {}
-    known = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
-    return {key: config[key] for key in known if key in config}
+    config_keys = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
+    return {key: config[key] for key in config_keys if key in config}

@@ -142,9 +142,9 @@ class Guard:
         sizes: list[int] = []
 
         def take(count: int) -> bool:
-            allowed = self._bodies.take(owner, count)
-            sizes.extend([count] if allowed else [])
-            return allowed
+            has_room = self._bodies.take(owner, count)
+            sizes.extend([count] if has_room else [])
+            return has_room
 
         try:
             values = MOST_TOKENS if scope["path"] in openai.PATHS else MOST_VALUES
@@ -215,13 +215,13 @@ async def _read(receive: Receive, length: bytes, largest: int, take: Callable[[i
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    sent = False
+    is_replayed = False
 
     async def replayed() -> Message:
-        nonlocal sent
-        if sent:
+        nonlocal is_replayed
+        if is_replayed:
             return await receive()
-        sent = True
+        is_replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed

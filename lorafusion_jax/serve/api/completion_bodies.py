@@ -114,8 +114,8 @@ class CompletionBody(Body):
         """What the worker reads."""
         many = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         sampling = self.sampling(16 if self.max_tokens is None else self.max_tokens, self.logprobs or 0)
-        prompts, scored = self.prompt if many else [self.prompt], self.logprobs is not None
-        return {"messages": None, "prompts": prompts, "sampling": sampling, "scored": scored}
+        prompts, wants_logprobs = self.prompt if many else [self.prompt], self.logprobs is not None
+        return {"messages": None, "prompts": prompts, "sampling": sampling, "scored": wants_logprobs}
 
 
 class ChatMessage(BaseModel):
@@ -129,8 +129,8 @@ class ChatMessage(BaseModel):
     def _join_texts(self) -> Any:
         if isinstance(self.content, list):
             kinds = [part.get("type") for part in self.content]
-            if other := [kind for kind in kinds if kind != "text"]:
-                raise ValueError(f"content: there are parts of text only, not of {str(other[0])[:100]}")
+            if foreign_kinds := [kind for kind in kinds if kind != "text"]:
+                raise ValueError(f"content: there are parts of text only, not of {str(foreign_kinds[0])[:100]}")
             if not all(isinstance(part.get("text"), str) for part in self.content):
                 raise ValueError("content: a part of text has a text")
             self.content = "".join(part["text"] for part in self.content)

@@ -91,11 +91,11 @@ class Written:
             yield head | {"choices": [], "usage": self._usage()}
 
     def _usage(self) -> Row:
-        drawn = sum(self._drawn.values())
+        completion_tokens = sum(self._drawn.values())
         return {
             "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": drawn,
-            "total_tokens": self._prompt_tokens + drawn,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self._prompt_tokens + completion_tokens,
         }
 
     def _listed(self, entries: list[Any] | None, offset: int) -> Row | None:
@@ -105,8 +105,8 @@ class Written:
         if self._shape is CHAT:
             return {
                 "content": [
-                    _token(piece, logprob) | {"top_logprobs": [_token(*other) for other in others]}
-                    for piece, logprob, others in entries
+                    _token(piece, logprob) | {"top_logprobs": [_token(*alternative) for alternative in alternatives]}
+                    for piece, logprob, alternatives in entries
                 ],
                 "refusal": None,
             }
@@ -117,7 +117,7 @@ class Written:
         return {
             "tokens": [piece for piece, _, _ in entries],
             "token_logprobs": [logprob for _, logprob, _ in entries],
-            "top_logprobs": [dict(others) for _, _, others in entries],
+            "top_logprobs": [dict(alternatives) for _, _, alternatives in entries],
             "text_offset": offsets,
         }
 

@@ -37,9 +37,9 @@ def server_config(app: Any, *, host: str = "127.0.0.1", port: int = 0, **more: A
 def allow_files() -> None:
     """Raises the number of files that this process may open to what so many connections take, if it is allowed to."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def most_connections() -> int:
@@ -69,8 +69,12 @@ class PatientProtocol(H11Protocol):
 
     def _close_idlest(self) -> None:
         """Makes room: closes the connection that has been without a request for longest, before anybody is refused."""
-        others = (other for other in self.connections if isinstance(other, PatientProtocol) and other.is_idle)
-        if (idlest := min(others, key=lambda other: other._since, default=None)) is not None:
+        idle = (
+            connection
+            for connection in self.connections
+            if isinstance(connection, PatientProtocol) and connection.is_idle
+        )
+        if (idlest := min(idle, key=lambda other: other._since, default=None)) is not None:
             idlest._is_closing = True
             idlest.transport.close()
 

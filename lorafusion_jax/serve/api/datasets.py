@@ -101,13 +101,13 @@ async def preview(
     base: Annotated[str | None, Query(max_length=100)] = None,
 ) -> Response:
     """A row as the model sees it: ⟦ ⟧ around what is learned."""
-    stored, bases = await service.turns.run(owner.name, _find, service, dataset, owner), service.settings.bases
+    dataset_row, bases = await service.turns.run(owner.name, _find, service, dataset, owner), service.settings.bases
     if base is not None and base not in bases:
         raise not_found("such base")
-    if row >= stored["rows"]:
-        message = f"the data set has {stored['rows']} rows."
+    if row >= dataset_row["rows"]:
+        message = f"the data set has {dataset_row['rows']} rows."
         raise ApiError(422, "data.row", message, where="row", fix="a smaller row")
-    chosen = base or next(iter(bases))
+    base_name = base or next(iter(bases))
     spec = {
         "data": {"train": dataset},
         "lora": {},
@@ -118,15 +118,15 @@ async def preview(
         "weight": 1.0,
         "steps": None,
     }
-    files = {dataset: service.settings.datasets / dataset / f"data.{stored['format']}"}
+    files = {dataset: service.settings.datasets / dataset / f"data.{dataset_row['format']}"}
     session = {"base": {}, "batch": {}, "mesh": {}, "train": {}}
-    values = job_values(spec, "preview", base=bases[chosen], files=files, session=session, start=None)
+    values = job_values(spec, "preview", base=bases[base_name], files=files, session=session, start=None)
     answer = await ask_child(service, owner, "preview", {"values": values, "row": row})
     problems = answer.pop("problems")
     if problems:
         path = str(service.settings.datasets / dataset)
         return problems_answer([{k: v.replace(path, "") for k, v in problem.items()} for problem in problems])
-    answer["text"] = answer["text"].replace(str(files[dataset]), stored["name"])
+    answer["text"] = answer["text"].replace(str(files[dataset]), dataset_row["name"])
     return JSONResponse(answer)
 
 
@@ -135,7 +135,7 @@ def delete_dataset(
     dataset: Dataset, service: ServiceOf, owner: DataWrite, idempotency_key: IdempotencyKey = None
 ) -> Response:
     """Deletes a data set that no live job uses."""
-    deleted: list[str] = []
+    folders: list[str] = []
 
     def act(connection: Any) -> tuple[int, Any]:
         _find(service, dataset, owner)
@@ -143,13 +143,13 @@ def delete_dataset(
             message, fix = f"{len(live)} live jobs use the data set.", "cancel them, or wait for their end"
             raise ApiError(409, "data.in-use", message, where=live[0], fix=fix)
         connection.execute(t.datasets.delete().where(t.datasets.c.id == dataset))
-        deleted.append(f"datasets/{dataset}")
-        connection.execute(t.removals.insert().prefix_with("OR IGNORE").values(path=deleted[0]))
+        folders.append(f"datasets/{dataset}")
+        connection.execute(t.removals.insert().prefix_with("OR IGNORE").values(path=folders[0]))
         return 204, None
 
     with service.datasets:
         answer = once(service, owner, idempotency_key, f"DELETE /v1/datasets/{dataset}", {}, act)
-        for path in deleted:
+        for path in folders:
             shutil.rmtree(service.settings.path(path), ignore_errors=True)
             service.controller.sweeper.remove(path)
     return answer
@@ -163,11 +163,11 @@ def _room(service: Service, owner: Owner) -> int:
     """
     with service.db.read() as connection:
         limit = limits_of(connection, owner.name).bytes
-        used = connection.scalar(select(func.sum(t.datasets.c.bytes)).where(t.datasets.c.owner == owner.name)) or 0
-    if limit is not None and used >= limit:
-        message = f"{owner.name} has {used} bytes of data sets, of at most {limit}."
+        size = connection.scalar(select(func.sum(t.datasets.c.bytes)).where(t.datasets.c.owner == owner.name)) or 0
+    if limit is not None and size >= limit:
+        message = f"{owner.name} has {size} bytes of data sets, of at most {limit}."
         raise ApiError(403, "data.over-limit", message, fix="delete some, or ask an administrator")
-    return 2**62 if limit is None else limit - used
+    return 2**62 if limit is None else limit - size
 
 
 async def _receive(request: Request, file: Path, most: int) -> tuple[str, int]:
@@ -216,8 +216,8 @@ async def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str,
     """
     (file,) = draft.iterdir()
     dataset = "sha256-" + hashlib.sha256(f"{owner.name}\n{sha}\n{file.suffix}".encode()).hexdigest()
-    if (known := await service.turns.run(owner.name, _known, service, dataset)) is not None:
-        return JSONResponse(known, 201)
+    if (dataset_row := await service.turns.run(owner.name, _known, service, dataset)) is not None:
+        return JSONResponse(dataset_row, 201)
     counts = await ask_child(service, owner, "count", {"file": str(file), "most_bytes": service.settings.most_upload})
     if counts["problems"]:
         return problems_answer(counts["problems"])
@@ -239,8 +239,8 @@ def _store(service: Service, draft: Path, row: dict[str, Any]) -> Response:
     dataset = row["id"]
     target = service.settings.datasets / dataset
     with service.datasets:
-        if (known := _known(service, dataset)) is not None:  # uploaded twice at once
-            return JSONResponse(known, 201)
+        if (dataset_row := _known(service, dataset)) is not None:  # uploaded twice at once
+            return JSONResponse(dataset_row, 201)
         if target.exists():  # of a database that was lost
             service.controller.sweeper.put_aside(target)
         sync(draft)

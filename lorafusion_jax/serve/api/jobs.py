@@ -258,9 +258,9 @@ def _missing(folder: Path, sha: str) -> str:
 
 def show(job: Job) -> dict[str, Any]:
     """A job as the API shows it."""
-    shown = {key: job[key] if key == "spec" else _finite(job[key]) for key in SHOWN}  # its numbers are finite
-    waited = None if job["queued"] is None else round((job["started"] or time.time()) - job["created"], 3)
-    return shown | {"waited_s": waited}
+    fields = {key: job[key] if key == "spec" else _finite(job[key]) for key in SHOWN}  # its numbers are finite
+    waited_s = None if job["queued"] is None else round((job["started"] or time.time()) - job["created"], 3)
+    return fields | {"waited_s": waited_s}
 
 
 def find_problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[str, str]]:

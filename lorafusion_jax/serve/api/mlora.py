@@ -233,8 +233,8 @@ def show_dispatcher(service: ServiceOf, owner: JobsWrite) -> dict[str, Any]:
     """What runs and what waits."""
     del owner
     tasks = _tasks(service)
-    running = [task["name"] for task in tasks if task["state"].endswith("%")]
-    return {"running": running, "ready": [task["name"] for task in tasks if task["state"] == "UNK"]}
+    names = [task["name"] for task in tasks if task["state"].endswith("%")]
+    return {"running": names, "ready": [task["name"] for task in tasks if task["state"] == "UNK"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,17 +252,17 @@ def _find_pair(service: Service, fields: dict[str, Any]) -> _Pair:
             _read(connection, "dataset", fields["dataset"]),
             _read(connection, "adapter", fields["adapter"]),
         )
-        known, reference = _read(connection, "task", fields["name"]), fields.get("reference", "base")
-        other = None if reference == "base" else _finished(service, connection, reference)
-    if known is not None:
+        task, reference = _read(connection, "task", fields["name"]), fields.get("reference", "base")
+        reference_task = None if reference == "base" else _finished(service, connection, reference)
+    if task is not None:
         raise Refused("already exist")
     if dataset is None or adapter is None:
         raise Refused(f"can not found the {'dataset' if dataset is None else 'adapter'}")
-    if reference != "base" and other is None:
+    if reference != "base" and reference_task is None:
         raise Refused("can not found the reference adapter")
     if PROMPTS.get(fields["type"]) != dataset["prompt_type"]:
         raise Refused(f"a task of type {fields['type']} with prompts of type {dataset['prompt_type']} is not served")
-    return _Pair(dataset=dataset, adapter=adapter, reference=other)
+    return _Pair(dataset=dataset, adapter=adapter, reference=reference_task)
 
 
 def _submit(service: Service, owner: Owner, fields: dict[str, Any], spec: JobSpec) -> Message:
@@ -325,8 +325,8 @@ async def _render(service: Service, owner: Owner, dataset: dict[str, Any]) -> st
         if answer["problems"]:
             raise Refused(answer["problems"][0]["what"])
         sha = await run_in_threadpool(digest_of, file)
-        kept = await keep(service, owner, draft, "rendered.jsonl", sha, file.stat().st_size)
-        row = json.loads(bytes(kept.body))
+        response = await keep(service, owner, draft, "rendered.jsonl", sha, file.stat().st_size)
+        row = json.loads(bytes(response.body))
         if "id" not in row:
             raise Refused(row["error"]["what"] if "error" in row else "the rows cannot be used")
         return row["id"]

@@ -75,12 +75,12 @@ def models(service: ServiceOf, owner: AdaptersRead) -> dict[str, Any]:
     with service.db.read() as connection:
         rows = _adapters(connection, owner, limit=MOST_MODELS)
     names: set[str] = set(service.settings.bases)
-    shown = []
+    adapters = []
     for row in rows:
         name = row["id"] if row["name"] in names else row["name"]
         names.add(row["name"])
-        shown.append(_of_adapter(name, row))
-    return {"object": "list", "data": bases + shown}
+        adapters.append(_of_adapter(name, row))
+    return {"object": "list", "data": bases + adapters}
 
 
 @router.get("/models/{model:path}")
@@ -112,19 +112,19 @@ async def _answer(
         resources.enter_context(service.completions.of(owner.name))
         completion = await _start(service, base, folder, values)
         resources.callback(service.controller.completions.end, completion)
-        written, events = Written(shape, body.model, completion.id), _events(completion, request, service, owner)
+        body_writer, events = Written(shape, body.model, completion.id), _events(completion, request, service, owner)
         first = await anext(events)
         if "error" in first:
             raise _failed(first["error"])
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return Stream(_lines(written, first, events, usage=usage), resources.pop_all())
-        written.take(first)
+            return Stream(_lines(body_writer, first, events, usage=usage), resources.pop_all())
+        body_writer.take(first)
         async for event in events:
             if "error" in event:
                 raise _failed(event["error"])
-            written.take(event)
-        return JSONResponse(written.whole())
+            body_writer.take(event)
+        return JSONResponse(body_writer.whole())
 
 
 async def _start(service: Service, base: str, folder: str | None, values: dict[str, Any]) -> Completion:

@@ -71,14 +71,14 @@ async def _stream(service: Service, owner: Owner, job: str | None, seq: int, nam
     news, scope, clock = service.news, job or owner.sees, time.monotonic
     try:
         yield ": connected\n\n"
-        more, looked = True, clock()  # there may be events that it has not read
+        more, checked_at = True, clock()  # there may be events that it has not read
         while True:
-            if clock() - looked >= COMMENT_S:  # its key may be revoked meanwhile, or its session over
+            if clock() - checked_at >= COMMENT_S:  # its key may be revoked meanwhile, or its session over
                 if not service.access.is_valid(owner):
                     return
-                looked = clock()
+                checked_at = clock()
                 yield ": still here\n\n"
-            seen = news.at
+            newest = news.at
             if more or news.newest(scope) > seq:
                 rows = await run_in_threadpool(_events, service, owner, job, seq)
                 for row in rows:
@@ -87,9 +87,9 @@ async def _stream(service: Service, owner: Owner, job: str | None, seq: int, nam
                 more = len(rows) == AT_ONCE
                 if job is not None and not more and await run_in_threadpool(_has_ended, service, job):
                     return
-                seq = seq if more else max(seq, seen)
+                seq = seq if more else max(seq, newest)
             if not more:
-                await news.changed(seen, max(0.0, looked + COMMENT_S - clock()))
+                await news.changed(newest, max(0.0, checked_at + COMMENT_S - clock()))
     finally:
         service.streams[name] -= 1
         if not service.streams[name]:

@@ -96,9 +96,9 @@ def watch(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
     """
     console = out()
     with _errors():
-        followed = _client(url, key_file).job(job)
-        followed.show()  # refused at once, where there is no such job or service
-        for event in followed.events():
+        handle = _client(url, key_file).job(job)
+        handle.show()  # refused at once, where there is no such job or service
+        for event in handle.events():
             if event["kind"] == "step":
                 console.print(f"step {event['step']}  loss {event['loss']:.4f}", highlight=False)
             elif event["kind"] == "eval":
@@ -187,7 +187,7 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
     """
     directory = Path(config.directory)
     held_out = adapter.data.eval if isinstance(adapter.data.eval, tuple) else ()
-    not_served = {
+    is_set_by_name = {
         "objective.reference: a folder or an adapter": adapter.objective.reference not in (None, BASE, START),
         "lora.init_from (use init_from of the service)": adapter.lora.init_from is not None,
         "early_stop.patience": adapter.early_stop.patience is not None,
@@ -198,11 +198,11 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "data.eval: a list": len(held_out) > 1,
         "data.eval: a share of the rows (name a file)": isinstance(adapter.data.eval, float),
     } | {f"lora.{key}": True for key in _changed(adapter.lora) - {"init_from"} - set(LoraSpec.model_fields)}
-    if wrong := [name for name, is_set in not_served.items() if is_set]:
+    if wrong := [name for name, is_set in is_set_by_name.items() if is_set]:
         raise ConfigError("jobs.not-served", f"{adapter.name}: a service does not take {', '.join(wrong)}.")
     data = adapter.data.model_dump(mode="json", exclude_none=True)
-    named = {"train": adapter.data.train, "eval": held_out}
-    data |= {key: _file_of(sources[0].path, directory) for key, sources in named.items() if sources}
+    sources_by_key = {"train": adapter.data.train, "eval": held_out}
+    data |= {key: _file_of(sources[0].path, directory) for key, sources in sources_by_key.items() if sources}
     lora = adapter.lora.model_dump(mode="json", exclude_none=True, include=set(LoraSpec.model_fields))
     return {
         "name": adapter.name.lower().replace("=", "-").replace("@", "-").replace("+", "-"),

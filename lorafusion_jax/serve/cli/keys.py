@@ -75,9 +75,9 @@ def change_limits(
     db = open_home(home)
     with db.write() as connection:
         limits = Limits(share=share, jobs=jobs, places=places, bytes=data_bytes, priority=priority, weight=weight)
-        known = set_limits(connection, key, limits)
+        exists = set_limits(connection, key, limits)
     db.close()
-    if not known:
+    if not exists:
         raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {home}")
     print(f"{key} changed")
 
@@ -94,13 +94,13 @@ def list_all(home: Home = HOME) -> None:
     table = plain_table(("key", "owner", "scopes", "created", "used", "state"), ())
     with db.read() as connection:
         for row in list_keys(connection):
-            created, used = (
+            created_at, used_at = (
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else "never"
                 for at in (row["created"], row["used"])
             )
-            expired = row["expires"] is not None and row["expires"] < time.time()
-            state = "revoked" if row["revoked"] else "expired" if expired else "valid"
-            table.add_row(row["id"], row["owner"], " ".join(row["scopes"]), created, used, state)
+            is_expired = row["expires"] is not None and row["expires"] < time.time()
+            state = "revoked" if row["revoked"] else "expired" if is_expired else "valid"
+            table.add_row(row["id"], row["owner"], " ".join(row["scopes"]), created_at, used_at, state)
     db.close()
     out().print(table)
 
@@ -118,9 +118,9 @@ def revoke(
 
     db = open_home(home)
     with db.write() as connection:
-        known = revoke_key(connection, key)
+        exists = revoke_key(connection, key)
     db.close()
-    if not known:
+    if not exists:
         raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {home}")
     print(f"{key} revoked")
 

@@ -122,13 +122,13 @@ def command(
     """
     _check_installed(NEEDED + (NEEDED_BY_API if training_api else ()))
     os.umask(0o077)  # keys, data and adapters of all users are in the home
-    chosen = dict(_setting(text) for text in settings or ())
+    options = dict(_setting(text) for text in settings or ())
     if demo:
         home = Path(tempfile.mkdtemp(prefix="lorafusion-serve-"))
         base, places = base or [f"tiny={examples_directory() / 'base'}"], DEMO["places"]
-        chosen = {key: value for key, value in DEMO.items() if "." in key} | chosen
-    sections = _sections(chosen)
-    read = Settings(
+        options = {key: value for key, value in DEMO.items() if "." in key} | options
+    sections = _sections(options)
+    service_settings = Settings(
         home=home.absolute(), bases=_bases(base or []), places=read_places(places), hosts=read_hosts(hosts, ray),
         gpus=gpus, memory_gib=memory_gib, policy=read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1),
         reproducible=reproducible, ray=ray, workers_at=read_workers_at(workers_at, ray),
@@ -138,10 +138,16 @@ def command(
     )  # fmt: skip
     samplers = None if sampler_places is None else read_sampler_places(sampler_places, places)
     shares = {"jobs_share": jobs_share, "sampling_share": sampling_share, "sampler_places": samplers}
-    read = replace(read, **read_shares(read, shares | {"yield_s": yield_s}))
+    service_settings = replace(service_settings, **read_shares(service_settings, shares | {"yield_s": yield_s}))
     from lorafusion_jax.serve.server import run_server
 
-    run_server(read, host=host, port=port, host_names=host_name or (), on_start=partial(_announce, read, demo))
+    run_server(
+        service_settings,
+        host=host,
+        port=port,
+        host_names=host_name or (),
+        on_start=partial(_announce, service_settings, demo),
+    )
 
 
 def _announce(settings: Settings, demo: bool, url: str) -> None:
@@ -255,9 +261,11 @@ def read_policy(name: str | None, *, several: bool) -> str:
         return "ours" if several else ONE_SESSION
     from scheduling.online import POLICIES
 
-    known = [*POLICIES] if several else [ONE_SESSION, *POLICIES]
-    if name not in known:
-        raise ConfigError("serve.policy", f"--policy {name} is none of this service.", fix=f"one of {', '.join(known)}")
+    policies = [*POLICIES] if several else [ONE_SESSION, *POLICIES]
+    if name not in policies:
+        raise ConfigError(
+            "serve.policy", f"--policy {name} is none of this service.", fix=f"one of {', '.join(policies)}"
+        )
     return name
 
 

@@ -184,15 +184,15 @@ class Job:
         """
         until = time.monotonic() + timeout_s
         while True:
-            shown = self.show()
-            if shown["state"] == "done":
+            fields = self.show()
+            if fields["state"] == "done":
                 return self
-            if shown["state"] in ENDED:
-                message = shown["reason"] or f"the job is {shown['state']}"
-                problem = {"code": f"job.{shown['state']}", "what": message, "where": "", "why": "", "fix": ""}
-                raise ServiceError(200, shown["problems"] or [problem])
+            if fields["state"] in ENDED:
+                message = fields["reason"] or f"the job is {fields['state']}"
+                problem = {"code": f"job.{fields['state']}", "what": message, "where": "", "why": "", "fix": ""}
+                raise ServiceError(200, fields["problems"] or [problem])
             if time.monotonic() > until:
-                raise TimeoutError(f"{self.id} is {shown['state']} after {timeout_s:g} s")
+                raise TimeoutError(f"{self.id} is {fields['state']} after {timeout_s:g} s")
             time.sleep(every_s)
 
     def cancel(self) -> dict[str, Any]:
