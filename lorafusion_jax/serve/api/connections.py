@@ -69,11 +69,7 @@ class PatientProtocol(H11Protocol):
 
     def _close_idlest(self) -> None:
         """Makes room: closes the connection that has been without a request for longest, before anybody is refused."""
-        idle = (
-            connection
-            for connection in self.connections
-            if isinstance(connection, PatientProtocol) and connection.is_idle
-        )
+        idle = (other for other in self.connections if isinstance(other, PatientProtocol) and other.is_idle)
         if (idlest := min(idle, key=lambda other: other._since, default=None)) is not None:
             idlest._is_closing = True
             idlest.transport.close()
