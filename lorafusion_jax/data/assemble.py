@@ -244,9 +244,9 @@ def assemble(
     for piece, start in zip(pieces, starts, strict=True):
         rows.put(piece, start, tile_tokens)
     end = starts[-1] + len(pieces[-1].tokens) if pieces else 0
-    filled = -(-end // tile_tokens) * tile_tokens
+    tile_end = -(-end // tile_tokens) * tile_tokens
     offsets = [start + first for piece, start in zip(pieces, starts, strict=True) for first, _ in piece.segments()]
-    offsets += [filled] if filled < capacity_tokens else []
+    offsets += [tile_end] if tile_end < capacity_tokens else []
     ids, segment_offsets, lengths = _segments(offsets, capacity_tokens, max_segments)
     return Microbatch(
         rows.tokens,

@@ -77,14 +77,14 @@ def load(entry: Path) -> tuple[dict[str, Any], dict] | None:
     if (folder := entry.with_suffix(LARGE)).is_dir():
         return _load_folder(folder)
     try:
-        with entry.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+        with entry.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays: dict[str, Any] = {
-                name: stored[name] for name in (*ARRAYS, *OPTIONAL) if name in ARRAYS or name in stored
+                name: archive[name] for name in (*ARRAYS, *OPTIONAL) if name in ARRAYS or name in archive
             }
             for kind in NAMED:
                 start = f"{kind}."
-                arrays[kind] = {name.removeprefix(start): stored[name] for name in stored if name.startswith(start)}
-            report = json.loads(stored["report"].tobytes())
+                arrays[kind] = {name.removeprefix(start): archive[name] for name in archive if name.startswith(start)}
+            report = json.loads(archive["report"].tobytes())
         os.utime(entry)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
@@ -134,8 +134,8 @@ def _load_folder(folder: Path) -> tuple[dict[str, Any], dict] | None:
     try:
         head = json.loads((folder / "head.json").read_text(encoding="utf-8"))
         arrays: dict[str, Any] = {"numbers": {}, "values": {}}
-        with np.load(folder / "small.npz", allow_pickle=False) as stored:
-            loaded = {name: stored[name] for name in stored}
+        with np.load(folder / "small.npz", allow_pickle=False) as archive:
+            loaded = {name: archive[name] for name in archive}
         loaded |= {name: map_array(folder, name, np.dtype(dtype)) for name, dtype in head["large"].items()}
         for name, array in loaded.items():
             kind, _, inner = name.partition(".")
@@ -166,10 +166,10 @@ def _shrink(folder: Path) -> None:
     """Removes the entries that were not used for the longest time, but never the newest one."""
     entries = [*folder.glob("*.npz"), *folder.glob(f"*{LARGE}")]
     newest_first = sorted(((entry.stat().st_mtime, _size(entry), entry) for entry in entries), reverse=True)
-    kept = 0
+    total_bytes = 0
     for number, (_, size, entry) in enumerate(newest_first):
-        kept += size
-        if kept > LARGEST_BYTES and number:
+        total_bytes += size
+        if total_bytes > LARGEST_BYTES and number:
             shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
 
 

@@ -34,19 +34,19 @@ def fit_length(encoded: Sequence[Encoded], settings: DataSettings, rows: Rows, a
     """
     limit = settings.max_length
     long = [row for row, sample in enumerate(encoded) if len(sample.tokens) > limit]
-    none_left = settings.on_long == "drop" and len(long) == len(encoded)
-    if none_left or (long and settings.on_long == "error"):
+    drops_all = settings.on_long == "drop" and len(long) == len(encoded)
+    if drops_all or (long and settings.on_long == "error"):
         raise _too_long(long, encoded, limit, rows, adapter)
     too_long = long if settings.on_long == "drop" else []
-    left = np.ones(len(encoded), bool)
-    left[too_long] = False
-    dropped = [row for row in np.flatnonzero(left).tolist() if not encoded[row].mask[:limit].any()]
+    stays = np.ones(len(encoded), bool)
+    stays[too_long] = False
+    dropped = [row for row in np.flatnonzero(stays).tolist() if not encoded[row].mask[:limit].any()]
     if len(dropped) > MOST_LOST * len(encoded):
         raise _empty_loss(dropped, encoded, limit, rows, adapter)
-    left[dropped] = False
+    stays[dropped] = False
     return Fit(
-        kept=np.flatnonzero(left).tolist(),
-        cut=[row for row in long if left[row]],
+        kept=np.flatnonzero(stays).tolist(),
+        cut=[row for row in long if stays[row]],
         dropped=dropped,
         too_long=too_long,
         limit=limit,
@@ -77,14 +77,14 @@ def _empty_loss(dropped: list[int], encoded: Sequence[Encoded], limit: int, rows
             + ("is empty" if len(first.tokens) < 2 else f"has no answer in its {len(first.tokens)} tokens"),
             fix="take these rows out, or give base.model a chat template that renders their answers",
         )
-    needed = max(int(encoded[row].mask.argmax()) + 1 for row in dropped if encoded[row].mask.any())
+    least_length = max(int(encoded[row].mask.argmax()) + 1 for row in dropped if encoded[row].mask.any())
     return DataError(
         "data.empty-loss",
         message,
         where=rows.places(dropped),
         why=f"data.max_length={limit} cuts the answer ({rows.locate(dropped[0])}: {limit} of "
         f"{len(first.tokens)} tokens kept, the answer starts at token {int(first.mask.argmax())})",
-        fix=f"data.max_length: {_round_up(needed + 1)}   or   data.on_long: drop",
+        fix=f"data.max_length: {_round_up(least_length + 1)}   or   data.on_long: drop",
     )
 
 

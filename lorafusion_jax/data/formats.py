@@ -74,8 +74,8 @@ def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str
     raise_all(_column_problems(rows, present, columns))
     of_role = {role: role for role in present} | dict(columns)
     # Prefer formats with renamed columns: the user chose those, other columns may match by chance.
-    chosen = [name for name, (needed, _) in FORMATS.items() if set(needed) <= set(of_role)]
-    chosen.sort(key=lambda name: -len(set(columns) & {*FORMATS[name][0]}))
+    formats = [name for name, (required, _) in FORMATS.items() if set(required) <= set(of_role)]
+    formats.sort(key=lambda name: -len(set(columns) & {*FORMATS[name][0]}))
     if format != "auto":
         missing = [role for role in FORMATS[format][0] if role not in of_role]
         if missing:
@@ -86,24 +86,24 @@ def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str
                 why=f"its columns are {', '.join(present)}",
                 fix=f"data.columns: {{{missing[0]}: <column>}}",
             )
-        chosen = [format]
-    if not chosen:
-        wanted = "; ".join(" + ".join(needed) for needed, _ in FORMATS.values())
+        formats = [format]
+    if not formats:
+        requirements = "; ".join(" + ".join(required) for required, _ in FORMATS.values())
         raise DataError(
             "data.unknown-format",
             f"the columns of {rows.source} fit none of the formats.",
             where=rows.source,
-            why=f"its columns are {', '.join(present)}; the formats need {wanted}",
+            why=f"its columns are {', '.join(present)}; the formats need {requirements}",
             fix=f"data.columns: {_proposed(present)}",
         )
-    needed, optional = FORMATS[chosen[0]]
-    used = {role: of_role[role] for role in (*needed, *optional) if role in of_role}
+    required, optional = FORMATS[formats[0]]
+    column_of = {role: of_role[role] for role in (*required, *optional) if role in of_role}
     everywhere = dict.fromkeys(key for row in rows.values for key in row)
     for role in optional:  # an optional column may be absent from the first rows
         if role in everywhere:
-            used.setdefault(role, role)
-    unused = tuple(column for column in everywhere if column not in used.values())
-    return Layout(format=chosen[0], columns=used, unused=unused)
+            column_of.setdefault(role, role)
+    unused = tuple(column for column in everywhere if column not in column_of.values())
+    return Layout(format=formats[0], columns=column_of, unused=unused)
 
 
 def _proposed(present: list[str]) -> str:
@@ -120,7 +120,7 @@ def _proposed(present: list[str]) -> str:
 
 
 def _column_problems(rows: Rows, present: list[str], columns: Mapping[str, str]) -> list[LoraFusionError]:
-    roles = list(dict.fromkeys(role for needed, optional in FORMATS.values() for role in (*needed, *optional)))
+    roles = list(dict.fromkeys(role for required, optional in FORMATS.values() for role in (*required, *optional)))
     errors: list[LoraFusionError] = [
         DataError(
             "data.unknown-role",

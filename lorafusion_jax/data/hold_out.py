@@ -34,21 +34,21 @@ def hold_out(samples: TokenizedSet, share: float, adapter: str) -> tuple[Tokeniz
         DataError: `data.eval-share`, nothing is left to train.
     """
     hashes = _hashes(samples)
-    wanted = max(1, round(share * len(samples)))
-    held = hashes <= np.sort(hashes)[wanted - 1]
-    if held.all():
+    count = max(1, round(share * len(samples)))
+    low = hashes <= np.sort(hashes)[count - 1]
+    if low.all():
         raise DataError(
             "data.eval-share",
             f"{adapter}: data.eval={share:g} holds out all {len(samples)} samples.",
             where=samples.report.source,
-            why="equal samples are held out together" if len(samples) > wanted else "",
+            why="equal samples are held out together" if len(samples) > count else "",
             fix="more rows, a smaller share, or a file of its own: data.eval: FILE",
         )
     report = samples.report
     apart = replace(
         report, source=f"{report.source} ({100 * share:g} % held out)", cut=0, dropped=(), too_long=(), notes=()
     )
-    return select_samples(samples, np.flatnonzero(~held), report), select_samples(samples, np.flatnonzero(held), apart)
+    return select_samples(samples, np.flatnonzero(~low), report), select_samples(samples, np.flatnonzero(low), apart)
 
 
 def repeated_samples(held_out: TokenizedSet, train: TokenizedSet) -> np.ndarray:

@@ -14,15 +14,15 @@ from lorafusion_jax.errors import DataError
 def read_table(table: Iterable[dict]) -> tuple[list[dict] | None, str]:
     """Returns the rows, None if they are large, and their SHA-256 as one JSON list."""
     digest, size = hashlib.sha256(), 0
-    kept: list[dict] | None = []
+    rows: list[dict] | None = []
     for number, row in enumerate(table):
         size += _add(digest, number, row)
-        if kept is not None and size <= row_blocks.BLOCK_BYTES:
-            kept.append(row)
+        if rows is not None and size <= row_blocks.BLOCK_BYTES:
+            rows.append(row)
         else:
-            kept = None
+            rows = None
     digest.update(b"]" if size else b"[]")
-    return kept, digest.hexdigest()
+    return rows, digest.hexdigest()
 
 
 def table_blocks(name: str, table: Iterable[dict], expected: str | None = None) -> Iterator[Rows]:

@@ -122,15 +122,15 @@ def select_samples(samples: TokenizedSet, indices: np.ndarray, report: DataRepor
         builder.append(some)
         release(samples.tokens)
         release(samples.loss_mask)
-    joined = builder.finish_temporary(report)
+    selection = builder.finish_temporary(report)
     of_selection = replace(
         report,
         rows=len(indices) * samples.group,
-        tokens=len(joined.tokens),
+        tokens=len(selection.tokens),
         loss_tokens=learned,
         longest=longest,
     )
-    return replace(joined, report=of_selection)
+    return replace(selection, report=of_selection)
 
 
 def join_reports(reports: Iterable[DataReport]) -> DataReport:

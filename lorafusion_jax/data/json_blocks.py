@@ -33,37 +33,37 @@ def json_blocks(name: str, file: IO[bytes], block_bytes: int) -> Iterator[Rows]:
 
 
 def _of_object(text: _Text, block_bytes: int) -> Iterator[Rows]:
-    listed, ended = False, text.take("}")
-    while not ended:
+    has_list, at_end = False, text.take("}")
+    while not at_end:
         if text.peek() != '"':
             raise text.expecting("a property name in double quotes")
         is_data = text.value() == "data"
         if not text.take(":"):
             raise text.expecting("':'")
-        if is_data and listed:
+        if is_data and has_list:
             raise text.expecting("one list of rows, not two")
         if is_data and text.take("["):
-            listed = True
+            has_list = True
             yield from _of_list(text, block_bytes)
         else:
             text.value()
-        ended = text.take("}")
-        if not ended and not text.take(","):
+        at_end = text.take("}")
+        if not at_end and not text.take(","):
             raise text.expecting("',' or '}'")
-    if not listed:
+    if not has_list:
         raise not_a_list(text.name, {})
 
 
 def _of_list(text: _Text, block_bytes: int) -> Iterator[Rows]:
     values: list[Any] = []
-    first, size, ended = 0, 0, text.take("]")
-    while not ended:
+    first, size, at_end = 0, 0, text.take("]")
+    while not at_end:
         values.append(text.value(row=first + len(values)))
         size += text.length
-        ended = text.take("]")
-        if not ended and not text.take(","):
+        at_end = text.take("]")
+        if not at_end and not text.take(","):
             raise text.expecting("',' or ']'")
-        if ended or size >= block_bytes:
+        if at_end or size >= block_bytes:
             check_objects(text.name, values, first)
             yield Rows(source=text.name, values=values, first=first)
             first, size, values = first + len(values), 0, []
@@ -139,10 +139,10 @@ class _Text:
             return False
         is_first = self._line == 1 and not self._text and not self._cut
         self._line, self._text, self._at = self._line_of(self._at), self._text[self._at :], 0
-        new = self._file.read(max(self._block_bytes, len(self._text)))
-        self._ended, content = not new, self._cut + new
-        cut = 0 if self._ended else _cut_bytes(content)
-        content, self._cut = content[: len(content) - cut], content[len(content) - cut :]
+        chunk = self._file.read(max(self._block_bytes, len(self._text)))
+        self._ended, content = not chunk, self._cut + chunk
+        cut_bytes = 0 if self._ended else _cut_bytes(content)
+        content, self._cut = content[: len(content) - cut_bytes], content[len(content) - cut_bytes :]
         mark = b" " if content.startswith(_BOM) and not is_first else b""  # in a text, it is a character
         self._text += decode(self.name, mark + content, self._bytes_line)[len(mark) :]
         self._bytes_line += content.count(b"\n")

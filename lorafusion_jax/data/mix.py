@@ -32,17 +32,17 @@ class Mix:
     @property
     def epoch_samples(self) -> int:
         """Number of samples of an epoch."""
-        return sum(len(members) * repeats + rest for members, repeats, rest in self._shares())
+        return sum(len(members) * repeats + extra for members, repeats, extra in self._shares())
 
     def epoch(self, epoch: int) -> np.ndarray:
         """Returns the samples of an epoch in a random order, which depends on seed and epoch only."""
-        chosen = []
-        for part, (members, repeats, rest) in enumerate(self._shares()):
-            chosen += [members] * repeats
-            if rest:
+        samples = []
+        for part, (members, repeats, extra) in enumerate(self._shares()):
+            samples += [members] * repeats
+            if extra:
                 turn = np.random.default_rng((self.seed, part, len(members))).permutation(members)
-                chosen.append(np.sort(turn[(epoch * rest + np.arange(rest)) % len(members)]))
-        return np.random.default_rng((self.seed, epoch)).permutation(np.concatenate(chosen))
+                samples.append(np.sort(turn[(epoch * extra + np.arange(extra)) % len(members)]))
+        return np.random.default_rng((self.seed, epoch)).permutation(np.concatenate(samples))
 
     def repeats(self, order: np.ndarray) -> np.ndarray | None:
         """How often the sample at each position occurred before; None if that is the number of the epoch."""
@@ -56,8 +56,8 @@ class Mix:
         for part, weight in enumerate(self.weights):
             members = np.arange(self.num_samples) if self.parts is None else np.flatnonzero(self.parts == part)
             if len(members):
-                wanted = max(1, round(weight * len(members)))
-                shares.append((members, *divmod(wanted, len(members))))
+                occurrences = max(1, round(weight * len(members)))
+                shares.append((members, *divmod(occurrences, len(members))))
         return shares
 
 

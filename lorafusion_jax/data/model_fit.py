@@ -58,7 +58,7 @@ def _unknown_token(
     owners = np.searchsorted(samples.offsets, places, side="right") - 1
     token = int(samples.tokens[places[0]])
     rows = len(np.unique(owners))
-    named = (
+    token_text = (
         f"the tokenizer gives {tokenizer.piece(token)!r} the id {token}" if tokenizer.is_there else f"one is {token}"
     )
     return DataError(
@@ -66,7 +66,7 @@ def _unknown_token(
         f"{adapter}: {rows} of {samples.report.rows} rows of {samples.report.source} hold tokens that the base model "
         "does not have.",
         where=f"{samples.report.source}, row {int(samples.rows[owners[0]])}",
-        why=f"{named}, but vocab_size is {vocab_size} in {directory / 'config.json'}",
+        why=f"{token_text}, but vocab_size is {vocab_size} in {directory / 'config.json'}",
         fix="resize the model's embeddings to its tokenizer (resize_token_embeddings of transformers, then "
         "save_pretrained), or take the token out of the rows, the chat template or tokenizer.json",
     )

@@ -43,8 +43,8 @@ def refuse_other_rows(rows: Rows, settings: DataSettings, adapter: str, objectiv
     if settings.format != "auto" or settings.columns:
         return
     present = {key for row in rows.values for key in row}
-    for columns, content, wanted, otherwise in KINDS:
-        if present.issuperset(columns) and (wanted != "kto" or _are_labels(rows)):
+    for columns, content, row_objective, otherwise in KINDS:
+        if present.issuperset(columns) and (row_objective != "kto" or _are_labels(rows)):
             prompt = next((name for name in PROMPTS if name in present), PROMPTS[0])
             plain = otherwise.replace("PROMPT", prompt)
             raise DataError(
@@ -53,7 +53,7 @@ def refuse_other_rows(rows: Rows, settings: DataSettings, adapter: str, objectiv
                 where=rows.source,
                 why=f"their columns are {', '.join(sorted(present))}; {objective} would ignore "
                 f"{' and '.join(columns[-1:])}",
-                fix=f"objective: {{name: {wanted}}}   or, to train with {objective}, {plain}",
+                fix=f"objective: {{name: {row_objective}}}   or, to train with {objective}, {plain}",
             )
 
 

@@ -173,14 +173,14 @@ def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenize
         )
 
     train, weights = load_sources(adapter.data.train, Path(config.directory), load)
-    train, wanted = _reviewed(train, adapter), adapter.data.eval
-    if isinstance(wanted, tuple):
-        held_out, _ = load_sources(wanted, Path(config.directory), load)
+    train, eval_setting = _reviewed(train, adapter), adapter.data.eval
+    if isinstance(eval_setting, tuple):
+        held_out, _ = load_sources(eval_setting, Path(config.directory), load)
         held_out = _compared(held_out, train)
-    elif wanted is None:
+    elif eval_setting is None:
         held_out = None
     else:
-        train, held_out = hold_out(train, wanted, adapter.name)
+        train, held_out = hold_out(train, eval_setting, adapter.name)
     return in_order(adapter, train, held_out, config.train.max_steps, weights)
 
 
@@ -189,8 +189,8 @@ def _rollout_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenize
     rollout, base_dir = RolloutData(prompts=[]), Path(config.directory)
 
     def load_into(prompts: list[PromptRow], source: str) -> TokenizedSet:
-        samples, read = load_prompts(source, adapter, tokenizer, base_dir)
-        prompts += read
+        samples, rows = load_prompts(source, adapter, tokenizer, base_dir)
+        prompts += rows
         return samples
 
     train, weights = load_sources(adapter.data.train, base_dir, partial(load_into, rollout.prompts))
@@ -245,15 +245,15 @@ def _reviewed(samples: TokenizedSet, adapter: AdapterConfig) -> TokenizedSet:
     Raises:
         DataError: `objective.data`.
     """
-    chosen = adapter.objective.chosen
-    if chosen.objective.review is None:
+    objective = adapter.objective.chosen
+    if objective.objective.review is None:
         return samples
     try:
-        notes = chosen.objective.review(samples.numbers, chosen.options)
+        notes = objective.objective.review(samples.numbers, objective.options)
     except ValueError as problem:
         raise DataError(
             "objective.data",
-            f"{adapter.name}: its data cannot be trained with objective {chosen.name}.",
+            f"{adapter.name}: its data cannot be trained with objective {objective.name}.",
             where=samples.report.source,
             why=str(problem),
         ) from None
@@ -326,5 +326,5 @@ def sample_order(adapter: AdapterConfig, mix: Mix, max_steps: int | None = None)
             why=f"a plan holds at most {MOST_SAMPLES} of an adapter",
             fix="fewer epochs, or train.max_steps",
         )
-    drawn = range(-(-count // num_samples))
-    return np.repeat(np.concatenate([mix.epoch(epoch) for epoch in drawn]), group)[:count]
+    epochs = range(-(-count // num_samples))
+    return np.repeat(np.concatenate([mix.epoch(epoch) for epoch in epochs]), group)[:count]

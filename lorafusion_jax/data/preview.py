@@ -29,8 +29,8 @@ def render_preview(
         rows: number of samples from the start, or positions of samples in the set.
         title: name of the adapter.
     """
-    chosen = range(min(rows, len(samples))) if isinstance(rows, int) else rows
-    return Group(_head(samples, title), *[part for index in chosen for part in _sample(samples, index, tokenizer)])
+    indices = range(min(rows, len(samples))) if isinstance(rows, int) else rows
+    return Group(_head(samples, title), *[part for index in indices for part in _sample(samples, index, tokenizer)])
 
 
 def _head(samples: TokenizedSet, title: str) -> Text:

@@ -43,10 +43,10 @@ def prompt_tokens(
     if template is None:
         message = f"{where} has messages, but the model has no chat template."
         raise DataError("generate.no-template", message, fix="give a text instead of messages")
-    asked: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    messages: list[dict[str, Any]] = [dict(message) for message in asked]
-    begun = bool(messages) and messages[0].get("role") in ("system", "developer")
-    messages = messages if system is None or begun else [{"role": "system", "content": system}, *messages]
+    turns: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages: list[dict[str, Any]] = [dict(message) for message in turns]
+    has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
+    messages = messages if system is None or has_system else [{"role": "system", "content": system}, *messages]
     if not prompt:
         return []
     try:

@@ -88,13 +88,13 @@ def load_prompts(
     raw = open_source(source, base_dir)
     rows, columns, settings = parse_rows(raw), dict(adapter.data.columns), adapter.data
     raise_all(rows.problems)
-    needed = {PROMPT} | {reward.value for reward in adapter.rollout.reward if reward.kind == "exact"}
+    roles = {PROMPT} | {reward.value for reward in adapter.rollout.reward if reward.kind == "exact"}
     prompts: dict[int, PromptRow] = {}
     bad: list[tuple[int, str]] = []
     for number, row in enumerate(rows.values):
         row = row | {role: row[column] for role, column in columns.items() if column in row}
         try:
-            if missing := [name for name in sorted(needed) if row.get(name) in (None, "", [])]:
+            if missing := [name for name in sorted(roles) if row.get(name) in (None, "", [])]:
                 raise ValueError(f"it has no '{columns.get(missing[0], missing[0])}'")
             prompts[number] = _prompt(row, tokenizer, rows.locate(number))
         except (ValueError, LoraFusionError) as problem:
@@ -129,10 +129,10 @@ def load_prompts(
     reserved = [0] * adapter.rollout.reserved_tokens
     answers = [Sampled(tokens=reserved, learned=[True] * len(reserved), logprobs=[0.0] * len(reserved))] * len(prompts)
     numbers = np.array([rows.number(number) for number in prompts], np.int64)
-    listed = list(prompts.values())
-    samples = samples_of(listed, answers, np.zeros(len(listed)), report, rows=numbers)
+    prompt_rows = list(prompts.values())
+    samples = samples_of(prompt_rows, answers, np.zeros(len(prompt_rows)), report, rows=numbers)
     counts = {"tokens": len(samples.tokens), "loss_tokens": int(samples.loss_mask.sum())}
-    return replace(samples, report=replace(report, **counts, longest=int(samples.lengths.max()))), listed
+    return replace(samples, report=replace(report, **counts, longest=int(samples.lengths.max()))), prompt_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,18 +68,18 @@ def read_and_hash(file: IO[bytes], most: int | None) -> tuple[bytes | None, str]
         OSError: it unpacks to far more than any data set has.
     """
     content, digest, size = bytearray(), hashlib.sha256(), 0
-    kept = True
+    fits = True
     while part := file.read(PART):
         digest.update(part)
         size += len(part)
         if size > MOST_UNPACKED:
             raise OSError(f"it unpacks to more than {MOST_UNPACKED >> 30} GiB")
-        if kept:
+        if fits:
             content += part
             if most is not None and size > most:
-                kept = False
+                fits = False
                 content.clear()
-    return bytes(content) if kept else None, digest.hexdigest()
+    return bytes(content) if fits else None, digest.hexdigest()
 
 
 def _jsonl_blocks(name: str, path: Path) -> Iterator[Rows]:
@@ -170,12 +170,12 @@ def unpacked_parquet_bytes(name: str, path: Path, most: int) -> int:
             size = max(sum(group.total_byte_size for group in groups), ROW_BYTES * table.metadata.num_rows)
             if size > most:
                 return size
-            read = 0
+            num_bytes = 0
             for batch in table.iter_batches(batch_size=BATCH_ROWS):
-                read += _batch_bytes(batch)
-                if read > most:
+                num_bytes += _batch_bytes(batch)
+                if num_bytes > most:
                     break
-            return max(size, read)
+            return max(size, num_bytes)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as problem:
         raise bad_parquet(name, problem) from None
 

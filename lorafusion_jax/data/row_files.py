@@ -101,16 +101,16 @@ def _bad_lines(code: str, message: str, name: str, problems: list[tuple[int, str
 
 def half_key(value: object) -> str | None:
     """Returns a key with half a surrogate pair, as ASCII: nothing can encode it."""
-    left = [value]
-    while left:
-        inner = left.pop()
+    pending = [value]
+    while pending:
+        inner = pending.pop()
         if isinstance(inner, dict):
             for key in inner:
                 if has_half_character(key):
                     return ascii(key)
-            left += inner.values()
+            pending += inner.values()
         elif isinstance(inner, list):
-            left += inner
+            pending += inner
     return None
 
 

@@ -47,22 +47,22 @@ def _text(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
 
 def _chat(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
     column = columns.get("messages") or columns["conversations"]
-    listed = row.get(column)
-    if isinstance(listed, str):  # what pandas writes
-        listed = messages_or_text(listed)
-    if not isinstance(listed, list):
-        wanted = "a list of messages" + (" as JSON" if isinstance(listed, str) else "")
-        raise BadRow("data.bad-type", f"'{column}' is {type_name(listed)}, not {wanted}")
-    return _conversation(row, columns, need_answer, [], listed)
+    messages = row.get(column)
+    if isinstance(messages, str):  # what pandas writes
+        messages = messages_or_text(messages)
+    if not isinstance(messages, list):
+        expected = "a list of messages" + (" as JSON" if isinstance(messages, str) else "")
+        raise BadRow("data.bad-type", f"'{column}' is {type_name(messages)}, not {expected}")
+    return _conversation(row, columns, need_answer, [], messages)
 
 
 def _conversation(row: dict, columns: dict[str, str], need_answer: bool, prompt: list, answers: list) -> Chat:
     """Builds a conversation from the messages of a prompt and the messages with the answers."""
     messages, muted = parse_messages([*prompt, *answers])
-    asked = _system(row, columns, messages)
-    if asked:
-        messages, muted = [*asked, *messages], frozenset(turn + 1 for turn in muted)
-    first = len(prompt) + len(asked) if prompt else 0
+    system = _system(row, columns, messages)
+    if system:
+        messages, muted = [*system, *messages], frozenset(turn + 1 for turn in muted)
+    first = len(prompt) + len(system) if prompt else 0
     replies = [m for turn, m in enumerate(messages) if m["role"] == "assistant" and turn >= first and turn not in muted]
     if need_answer and not any(map(says_something, replies)):
         raise BadRow("data.no-answer", "no message of the assistant has learned content")
@@ -72,11 +72,11 @@ def _conversation(row: dict, columns: dict[str, str], need_answer: bool, prompt:
 def _with_chat_columns(pair: Pair, row: dict, columns: dict[str, str]) -> Example:
     """Returns the pair, or a conversation if the row has columns that a pair cannot represent."""
     history = _history(row, columns)
-    asked, tools, variables = _system(row, columns, []), _tools(row, columns), _variables(row, columns)
-    if not (history or asked or tools or variables):
+    system, tools, variables = _system(row, columns, []), _tools(row, columns), _variables(row, columns)
+    if not (history or system or tools or variables):
         return pair
     turns = [{"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.answer}]
-    return Chat([*asked, *history, *turns], tools, variables)
+    return Chat([*system, *history, *turns], tools, variables)
 
 
 def _system(row: dict, columns: dict[str, str], messages: list[dict]) -> list[dict]:
@@ -99,9 +99,9 @@ def _tools(row: dict, columns: dict[str, str]) -> list | None:
 
 def _variables(row: dict, columns: dict[str, str]) -> dict[str, Any]:
     variables = _json_column(row, columns, "chat_template_kwargs", dict, "an object") or {}
-    taken = [name for name in variables if name in RESERVED_NAMES or not str(name).isidentifier()]
-    if taken:
-        raise BadRow("data.bad-column", f"'{columns['chat_template_kwargs']}' cannot set '{taken[0]}'")
+    wrong = [name for name in variables if name in RESERVED_NAMES or not str(name).isidentifier()]
+    if wrong:
+        raise BadRow("data.bad-column", f"'{columns['chat_template_kwargs']}' cannot set '{wrong[0]}'")
     return variables
 
 

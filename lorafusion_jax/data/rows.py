@@ -138,8 +138,8 @@ def _read_cell(name: str, text: str, kind: CellType) -> Any:
             return json.loads(text)
         return int(text) if text.strip().lstrip("+-").isdigit() else float(text)
     except (KeyError, ValueError, RecursionError):
-        wanted = {"flag": "true or false", "number": "a number", "list": "a number or a JSON list of numbers"}[kind]
-        raise ValueError(f"its {name} is {text[:SHOWN_TEXT]!r}, not {wanted}") from None
+        expected = {"flag": "true or false", "number": "a number", "list": "a number or a JSON list of numbers"}[kind]
+        raise ValueError(f"its {name} is {text[:SHOWN_TEXT]!r}, not {expected}") from None
 
 
 def messages_or_text(text: str) -> list | dict | str:

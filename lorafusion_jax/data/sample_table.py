@@ -94,23 +94,23 @@ class PieceTable(NamedTuple):
 def table_shape(samples: int, members: Iterable[tuple[Chosen, TokenizedSet]]) -> TableShape | None:
     """Returns the shape of the tables of a run with these objectives and data; None if none takes samples."""
     shape: TableShape | None = None
-    for chosen, data in members:
-        if not chosen.of_samples:
+    for objective, data in members:
+        if not objective.of_samples:
             continue
-        needs, tokens = chosen.needs, LOGPROBS in chosen.needs
-        needed = TableShape(
+        needs, tokens = objective.needs, LOGPROBS in objective.needs
+        member_shape = TableShape(
             samples,
-            chosen.num_segments,
-            chosen.group or 1,
+            objective.num_segments,
+            objective.group or 1,
             int(data.segment_tokens.sum(axis=1).max(initial=1)) if tokens else 0,
             frozenset(data.numbers),
             frozenset(data.values) if tokens else frozenset(),
             REFERENCE in needs,
             HIDDEN in needs or SCORE in needs,
             DIVERGENCE in needs,
-            data.fields if chosen.objective.segments is not None else frozenset(),
+            data.fields if objective.objective.segments is not None else frozenset(),
         )
-        shape = needed if shape is None else shape.union(needed)
+        shape = member_shape if shape is None else shape.union(member_shape)
     return shape
 
 

@@ -49,30 +49,30 @@ def read_samples(
         DataError, ErrorList: data.missing-column, data.unknown-role; data.bad-row, with the rows and the reason;
             data.partial-column; data.no-group; and `rows.problems`.
     """
-    renamed = columns_of(rows, chosen, columns)
+    column_of = columns_of(rows, chosen, columns)
     bad: list[tuple[int, str]] = []
     samples_of: list[list[_OneRow]] = []  # of each row
     for number, row in enumerate(rows.values):
         try:
-            values = {role: row[name] for role, name in renamed.items() if name in row}
+            values = {role: row[name] for role, name in column_of.items() if name in row}
             values = typed_row(values, chosen.objective.types) if rows.untyped else values
             samples_of.append(_expanded(chosen, number, values))
         except KeyError as missing:
-            bad.append((number, f"it has no '{renamed.get(missing.args[0], missing.args[0])}'"))
+            bad.append((number, f"it has no '{column_of.get(missing.args[0], missing.args[0])}'"))
         except Exception as problem:  # code of another package may raise anything
             bad.append((number, _reason(chosen, problem)))
     parts = itertools.zip_longest(*samples_of) if chosen.objective.by_part else samples_of
     single = [member for part in parts for member in part if member is not None]
     size = chosen.group or 1
-    partial = partial_columns(rows, [(member.number, member.numbers) for member in single], renamed, adapter)
+    partial = partial_columns(rows, [(member.number, member.numbers) for member in single], column_of, adapter)
     starts = () if bad or partial else range(0, len(single) - size + 1, size)
-    grouped = [single[start : start + size] for start in starts]
+    groups = [single[start : start + size] for start in starts]
     samples: list[RowSample] = []
-    for members in grouped:
+    for members in groups:
         try:
             samples.append(_sample(chosen, members))
         except KeyError as missing:
-            bad.append((members[0].number, f"it has no '{renamed.get(missing.args[0], missing.args[0])}'"))
+            bad.append((members[0].number, f"it has no '{column_of.get(missing.args[0], missing.args[0])}'"))
         except Exception as problem:
             bad.append((members[0].number, _reason(chosen, problem)))
     width = chosen.objective.num_segments
@@ -82,12 +82,12 @@ def read_samples(
             for sample in samples
             for row, segment in zip(sample.rows, sample.segments[position::width], strict=True)
         ]
-        partial += partial_columns(rows, values, renamed, adapter)
+        partial += partial_columns(rows, values, column_of, adapter)
     errors = [] if not bad else [_bad_rows(rows, bad, adapter, chosen)]
     raise_all([*rows.problems, *errors, *partial])
     if not samples:
         raise _no_group(rows, size, len(single), adapter)
-    return samples, _left_over(single[len(grouped) * size :], size)
+    return samples, _left_over(single[len(groups) * size :], size)
 
 
 def partial_columns(
@@ -131,32 +131,32 @@ def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[s
     """
     objective = chosen.objective
     present = list(dict.fromkeys(key for row in rows.values for key in row))
-    needed = {role: columns.get(role, role) for role in (*objective.columns, *objective.optional_columns)}
+    column_of = {role: columns.get(role, role) for role in (*objective.columns, *objective.optional_columns)}
     for role, others in objective.stand_ins.items():
         if role not in present and role not in columns:
-            needed[role] = next((name for name in others if name in present), role)
+            column_of[role] = next((name for name in others if name in present), role)
     errors: list[LoraFusionError] = [
         DataError(
             "data.unknown-role",
             f"data.columns names the role '{role}', which objective {chosen.name} does not have.",
-            fix=did_you_mean(role, needed) or "one of " + ", ".join(needed),
+            fix=did_you_mean(role, column_of) or "one of " + ", ".join(column_of),
         )
         for role in columns
-        if role not in needed
+        if role not in column_of
     ]
     errors += [
         DataError(
             "data.missing-column",
-            f"{rows.source} has no column '{needed[role]}', which objective {chosen.name} needs.",
+            f"{rows.source} has no column '{column_of[role]}', which objective {chosen.name} needs.",
             where=rows.source,
             why=f"its columns are {', '.join(present)}",
             fix=f"data.columns: {{{role}: <column>}}",
         )
-        for role in needed
-        if needed[role] not in present and (role in objective.columns or role in columns)
+        for role in column_of
+        if column_of[role] not in present and (role in objective.columns or role in columns)
     ]
     raise_all(errors)
-    return needed
+    return column_of
 
 
 def code_of(chosen: Chosen) -> str | None:

@@ -80,8 +80,8 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     """
     if source.startswith("hf:"):
         return _open_hub(source)
-    if (named := named_source(source)) is not None:
-        return _open_named(source, *named)
+    if (source_parts := named_source(source)) is not None:
+        return _open_named(source, *source_parts)
     path = find_file(source, base_dir)
     kind = kind_of(path)
     if kind is None:
@@ -127,16 +127,16 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
     else:
         return [source]  # reading it says that it is missing
     hidden = [part for part in path.parts if part.startswith(".")]
-    chosen = sorted(
+    paths = sorted(
         (file for file in files if file.is_file() and kind_of(file) is not None and _visible(file, hidden)),
         key=lambda file: file.as_posix(),
     )
     if path.is_dir():
-        chosen = [file for file in chosen if file.name not in DESCRIPTIONS and not CACHED.match(file.name)]
-        _check_splits(source, path, chosen)
-    if not chosen:
+        paths = [file for file in paths if file.name not in DESCRIPTIONS and not CACHED.match(file.name)]
+        _check_splits(source, path, paths)
+    if not paths:
         raise DataError("data.missing-file", f"{message}.", where=str(path), fix="files with " + " ".join(KINDS))
-    return [str(file if Path(source).is_absolute() else file.relative_to(base_dir)) for file in chosen]
+    return [str(file if Path(source).is_absolute() else file.relative_to(base_dir)) for file in paths]
 
 
 def _check_splits(source: str, path: Path, files: Sequence[Path]) -> None:
@@ -149,12 +149,12 @@ def _check_splits(source: str, path: Path, files: Sequence[Path]) -> None:
     splits = sorted({split for split in split_of.values() if split is not None})
     if len(splits) < 2:
         return
-    chosen = "train" if "train" in splits else splits[0]
-    example = next(file for file in files if split_of[file] == chosen).relative_to(path)
+    example_split = "train" if "train" in splits else splits[0]
+    example = next(file for file in files if split_of[file] == example_split).relative_to(path)
     suffix = "".join(example.suffixes[-2:]) if packing_of(example) else example.suffix
-    after = example.name[len(chosen)] if SPLIT.match(example.name) else ""
-    name = f"{chosen}{after}*{suffix}" if after in ("-", "_") else f"{chosen}{suffix}"
-    folders = [chosen if SPLIT.match(part) else part for part in example.parts[:-1]]
+    after = example.name[len(example_split)] if SPLIT.match(example.name) else ""
+    name = f"{example_split}{after}*{suffix}" if after in ("-", "_") else f"{example_split}{suffix}"
+    folders = [example_split if SPLIT.match(part) else part for part in example.parts[:-1]]
     glob_of = "/".join([source.rstrip("/"), *folders, name if after else f"*{suffix}"])
     raise DataError(
         "data.splits",
@@ -331,8 +331,8 @@ def _open_hub(source: str) -> RawSource:
             "data.hub-extra", f"{source} needs the hf extra.", fix='pip install "lorafusion-jax[hf]"'
         ) from None
     try:
-        loaded = datasets.load_dataset(name, split=split or "train")  # its files are mapped, not read
-        table = _Table(lambda: map(without_nulls, loaded))
+        dataset = datasets.load_dataset(name, split=split or "train")  # its files are mapped, not read
+        table = _Table(lambda: map(without_nulls, dataset))
         content, digest = read_table(table)
     except Exception as problem:  # the hub client raises many types; each means that there are no rows
         raise DataError(

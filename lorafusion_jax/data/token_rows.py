@@ -66,12 +66,12 @@ def _ends(sample: Encoded, stops: np.ndarray, tokenizer: Tokenizer) -> bool:
 
 def _sample(row: Mapping, columns: Mapping[str, str], loss: str) -> Encoded:
     tokens = _numbers(row, columns[IDS], least=0)
-    kept = np.ones(len(tokens), bool)
+    attended = np.ones(len(tokens), bool)
     if (name := columns.get(ATTENTION)) is not None and row.get(name) is not None:
         attention = _numbers(row, name, least=0)
         if len(attention) != len(tokens) or attention.max(initial=0) > 1:
             raise ValueError(f"'{name}' is not {len(tokens)} times 0 or 1")
-        kept = attention == 1
+        attended = attention == 1
     learned = np.ones(len(tokens), bool)
     if loss != "all" and (name := columns.get(LABELS)) is not None:
         labels = _numbers(row, name, least=NOT_LEARNED)
@@ -81,9 +81,9 @@ def _sample(row: Mapping, columns: Mapping[str, str], loss: str) -> Encoded:
         if (labels[learned] != tokens[learned]).any():
             where = int(np.flatnonzero(learned & (labels != tokens))[0])
             raise ValueError(f"'{name}' has {labels[where]} at position {where}, where the token is {tokens[where]}")
-    if not kept.any():
+    if not attended.any():
         raise ValueError("it has no token")
-    return Encoded(tokens[kept], learned[kept])
+    return Encoded(tokens[attended], learned[attended])
 
 
 def _numbers(row: Mapping, name: str, least: int) -> np.ndarray:

@@ -88,7 +88,7 @@ def _tokenize_blocks(
         folder: for the arrays of a large set.
         entry: where the set is cached (None: nowhere).
     """
-    builder, reports, problems, left_out = SetBuilder(folder), [], [], []
+    builder, reports, problems, row_errors = SetBuilder(folder), [], [], []
     fields: frozenset[Fields] = frozenset()
     try:
         for rows in row_blocks(raw, one_block=objective.group is not None):
@@ -100,7 +100,7 @@ def _tokenize_blocks(
                 return _tokenize(raw, rows, settings, tokenizer, adapter, objective.name, first)
 
             try:
-                samples = tokenize(rows) if settings.on_bad == "error" else _of_good_rows(rows, tokenize, left_out)
+                samples = tokenize(rows) if settings.on_bad == "error" else _of_good_rows(rows, tokenize, row_errors)
             except DataError as problem:
                 problems.append(problem)
             except ErrorList as problem:
@@ -114,14 +114,14 @@ def _tokenize_blocks(
                 reports.append(samples.report)
             if len(problems) > MOST_PROBLEMS:
                 break
-        num_left_out, num_rows = sum(error.count for error in left_out), sum(report.rows for report in reports)
-        if num_left_out > MOST_LOST * (num_rows + num_left_out):
-            problems = [*left_out, *problems]
+        num_bad, num_rows = sum(error.count for error in row_errors), sum(report.rows for report in reports)
+        if num_bad > MOST_LOST * (num_rows + num_bad):
+            problems = [*row_errors, *problems]
         raise_all(problems)
         report = join_reports(reports)
-        if left_out:
-            reasons = "; ".join(f"{error.where} ({error.why})" for error in left_out[:MOST_NAMED])
-            note = f"[data.left-out] {num_left_out} of {num_rows + num_left_out} rows cannot be used: {reasons}"
+        if row_errors:
+            reasons = "; ".join(f"{error.where} ({error.why})" for error in row_errors[:MOST_NAMED])
+            note = f"[data.left-out] {num_bad} of {num_rows + num_bad} rows cannot be used: {reasons}"
             report = dataclasses.replace(report, notes=(*report.notes, note))
         samples, on_disk = builder.finish(report)
         if entry is not None and on_disk is None:
@@ -217,10 +217,10 @@ def _unused_notes(layout: Layout) -> list[str]:
 
 def _resolve_loss(loss: str, layout: Layout, rows: Rows, adapter: str) -> str:
     if loss == "auto":
-        known = {"messages": "assistant", "conversations": "assistant", "text": "all"}
+        loss_of = {"messages": "assistant", "conversations": "assistant", "text": "all"}
         if layout.format == FORMAT and LABELS not in layout.columns:
             return "all"
-        return known.get(layout.format, "completion")
+        return loss_of.get(layout.format, "completion")
     if loss != "all" and layout.format == FORMAT and LABELS not in layout.columns:
         raise DataError(
             "data.no-answer-column",

@@ -220,7 +220,7 @@ class TokenizedSet:
     def digest(self) -> str:
         """Hash of the samples, 16 hex digits."""
         content = hashlib.sha256()
-        more = [array for named in (self.numbers, self.values) for _, array in sorted(named.items())]
+        more = [array for arrays in (self.numbers, self.values) for _, array in sorted(arrays.items())]
         for array in (self.tokens, self.loss_mask, self.offsets, self.segment_lengths, self.answer, *more):
             for block in () if array is None else blocks(array):
                 content.update(np.ascontiguousarray(block).data)

@@ -384,8 +384,8 @@ def _chat_template(folder: Path, config: dict) -> tuple[str, str] | None:
                 "tokenizer.template", "the model's chat template cannot be read.", where=str(path), why=str(problem)
             ) from None
     if isinstance(value, list):  # several by name
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
+        template_by_name = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = template_by_name.get("default")
     if not isinstance(value, str) or not value:
         return None
     if len(value) > TEMPLATE:

@@ -124,8 +124,8 @@ class Conversation:
             by_turn = spans_by_message(marked, turns)
             by_turn = dict(list(by_turn.items())[-1:]) if last_only else by_turn
         else:
-            written = marked.written if exact else {}
-            by_turn = {turn: (self._answer_span(text, written, turn),) for turn in (turns[-1:] if last_only else turns)}
+            spans_by_turn = marked.written if exact else {}
+            by_turn = {turn: (self._answer_span(text, spans_by_turn, turn),) for turn in (turns[-1:] if last_only else turns)}
         for turn, spans in by_turn.items():
             self._check_tool_calls(text, turn, spans)
         return by_turn
@@ -212,9 +212,9 @@ class Conversation:
         return start, end + len(end_token) if end_token and text.startswith(end_token, end) else end
 
     def _check_tool_calls(self, text: str, turn: int, spans: Sequence[Span]) -> None:
-        written = "".join(text[start:stop] for start, stop in spans)
+        answer = "".join(text[start:stop] for start, stop in spans)
         for name in _tool_names(self._messages[turn].get("tool_calls") or ()):
-            if name not in written:
+            if name not in answer:
                 raise TemplateProblem(f"the template does not write the call of {name} in message {turn}")
 
 
@@ -268,8 +268,8 @@ def _end_before_results(text: str, start: int, stop: int, stops: Sequence[str], 
     if not ends:
         return stop
     _, first_end = min(ends)
-    written = text[first_end:stop]
-    return first_end if any(result.strip() and result.strip() in written for result in results) else stop
+    after_end = text[first_end:stop]
+    return first_end if any(result.strip() and result.strip() in after_end for result in results) else stop
 
 
 def results_after(messages: Sequence[dict], turn: int) -> list[str]:

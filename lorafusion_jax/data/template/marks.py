@@ -24,13 +24,13 @@ class Marked(NamedTuple):
 def read_marks(marked: str) -> Marked:
     """Takes the marks out of a rendered text. Returns the text and what they mark."""
     pieces: list[str] = []
-    written: dict[int, list[Span]] = {}
+    spans_by_turn: dict[int, list[Span]] = {}
     generated: list[tuple[int | None, Span]] = []
     turn, opened, length = None, 0, 0
     for number, piece in enumerate(MARKS.split(marked)):
         if not number % 2:
             if piece and turn is not None:
-                spans = written.setdefault(turn, [])
+                spans = spans_by_turn.setdefault(turn, [])
                 begin = spans.pop()[0] if spans and spans[-1][1] == length else length
                 spans.append((begin, length + len(piece)))
             pieces.append(piece)
@@ -41,7 +41,7 @@ def read_marks(marked: str) -> Marked:
             generated += [(turn, (opened, length))] if length > opened else []
         else:
             turn = int(piece[1:-1]) if len(piece) > 2 else None
-    return Marked("".join(pieces), written, generated)
+    return Marked("".join(pieces), spans_by_turn, generated)
 
 
 def spans_by_message(marked: Marked, turns: Sequence[int]) -> dict[int, tuple[Span, ...]]:

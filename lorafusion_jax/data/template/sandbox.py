@@ -76,8 +76,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """
         budget = Budget()
         budget.value([values.get("messages"), values.get("tools")])
-        used = CHARACTERS - budget.characters
-        self.state.budget = Budget(used)
+        num_characters = CHARACTERS - budget.characters
+        self.state.budget = Budget(num_characters)
         self.state.turns = None if marked is None else {id(message): turn for turn, message in enumerate(marked)}
         self.state.loops = []
         return template.render(values)
@@ -171,9 +171,9 @@ def _may_read_output(tree: nodes.Template) -> bool:
     )
     loops = (loop for loop in tree.find_all(nodes.For) if loop.recursive)
     texts = (const.value for const in tree.find_all(nodes.Const))
-    written = (data.data for data in tree.find_all(nodes.TemplateData))
+    literals = (data.data for data in tree.find_all(nodes.TemplateData))
     return any(True for _ in (*tree.find_all(blocks), *calls, *loops)) or any(
-        RESERVED.search(text) for text in (*texts, *written) if isinstance(text, str)
+        RESERVED.search(text) for text in (*texts, *literals) if isinstance(text, str)
     )
 
 
