@@ -124,8 +124,8 @@ class Conversation:
             by_turn = spans_by_message(marked, turns)
             by_turn = dict(list(by_turn.items())[-1:]) if last_only else by_turn
         else:
-            spans_by_turn = marked.written if exact else {}
-            by_turn = {turn: (self._answer_span(text, spans_by_turn, turn),) for turn in (turns[-1:] if last_only else turns)}
+            of_turn = marked.written if exact else {}
+            by_turn = {turn: (self._answer_span(text, of_turn, turn),) for turn in (turns[-1:] if last_only else turns)}
         for turn, spans in by_turn.items():
             self._check_tool_calls(text, turn, spans)
         return by_turn
