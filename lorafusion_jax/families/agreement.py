@@ -68,13 +68,13 @@ type _Pairs = Iterator[tuple[str, Any, str, Any]]
 
 def _spellings(values: Mapping[str, Any], family: Family) -> _Pairs:
     """Spellings of one key. One that transformers does not read is compared with the value that counts."""
-    read, by_meaning = family.canonical(values), defaultdict(list)
+    canonical, by_meaning = family.canonical(values), defaultdict(list)
     for key, meaning in family.keys.items():
         by_meaning[meaning].append(key)
     for group in (*_SPELLINGS, *by_meaning.values()):
         values_by_key = {key: values[key] for key in group if key in values}
         if values_by_key and not values_by_key.keys() & family.read_keys:
-            counting = {key: read.get(family.keys.get(key, key)) for key in group if key in family.read_keys}
+            counting = {key: canonical.get(family.keys.get(key, key)) for key in group if key in family.read_keys}
             values_by_key |= {key: value for key, value in counting.items() if value is not None}
         for other in [*values_by_key][1:]:
             key = next(iter(values_by_key))
@@ -89,8 +89,8 @@ def _meaning(value: Any, family: Family) -> Any:
 
 
 def _head_sizes(values: Mapping[str, Any], family: Family) -> _Pairs:
-    read = family.canonical(values)
-    turning, others = read.get("qk_rope_head_dim"), read.get("qk_nope_head_dim")
+    canonical = family.canonical(values)
+    turning, others = canonical.get("qk_rope_head_dim"), canonical.get("qk_nope_head_dim")
     if family.latent and "head_dim" in values:
         if not family.whole_heads:
             yield "head_dim", values["head_dim"], "qk_rope_head_dim", turning
@@ -98,20 +98,20 @@ def _head_sizes(values: Mapping[str, Any], family: Family) -> _Pairs:
             yield "head_dim", values["head_dim"], "qk_nope_head_dim + qk_rope_head_dim", others + turning
     if family.latent and "qk_head_dim" in values and isinstance(turning, int) and isinstance(others, int):
         yield "qk_head_dim", values["qk_head_dim"], "qk_nope_head_dim + qk_rope_head_dim", others + turning
-    layers = read.get("per_layer_config")
+    layers = canonical.get("per_layer_config")
     for number, sizes in layers.items() if isinstance(layers, dict) else ():
         sizes = sizes if isinstance(sizes, dict) else {}
         for root, key in (("global_head_dim", "head_dim"), ("num_global_key_value_heads", "num_key_value_heads")):
-            if root in values and (key == "head_dim" or read.get("attention_k_eq_v")):
-                yield root, values[root], f"per_layer_config.{number}.{key}", sizes.get(key, read.get(key))
+            if root in values and (key == "head_dim" or canonical.get("attention_k_eq_v")):
+                yield root, values[root], f"per_layer_config.{number}.{key}", sizes.get(key, canonical.get(key))
 
 
 def _ropes(values: Mapping[str, Any], family: Family) -> _Pairs:
     values = {family.keys.get(key, key): value for key, value in values.items()}
     context = values.get(_CONTEXT, family.reads.get(_CONTEXT))
-    written = {key: values.get(key) for key in ("rope_parameters", "rope_scaling") if values.get(key)}
-    written = written or {"rope_parameters": family.reads.get("rope_parameters")}
-    tables = {key: _by_type(key, table, family) for key, table in written.items() if isinstance(table, dict)}
+    table_of = {key: values.get(key) for key in ("rope_parameters", "rope_scaling") if values.get(key)}
+    table_of = table_of or {"rope_parameters": family.reads.get("rope_parameters")}
+    tables = {key: _by_type(key, table, family) for key, table in table_of.items() if isinstance(table, dict)}
     for name, (where, table) in (entry for by_type in tables.values() for entry in by_type.items()):
         local = name == _SLIDING and family.scaled_layers == _FULL
         outside = (
@@ -130,14 +130,14 @@ def _ropes(values: Mapping[str, Any], family: Family) -> _Pairs:
     if len(tables) == 2:
         newer, older = tables.values()
         for name in newer.keys() & older.keys():
-            (new, a), (old, b) = newer[name], older[name]
+            (a_key, a), (b_key, b) = newer[name], older[name]
             context = context or values.get("max_position_embeddings")
             if _settings(a, context) != _settings(b, context):
-                yield new, a, old, b
+                yield a_key, a, b_key, b
             for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", None)):
                 outside = None if family.scaled_layers == _FULL else values.get(key, family.reads.get(key, default))
                 if a.get(key) is not None and (value := b.get(key, outside)) is not None:
-                    yield f"{new}.{key}", a[key], f"{old}.{key}", value  # transformers takes the older table alone
+                    yield f"{a_key}.{key}", a[key], f"{b_key}.{key}", value  # transformers takes the older table alone
 
 
 def _share(values: Mapping[str, Any], family: Family) -> float | None:

@@ -220,7 +220,7 @@ def parse_part[M: BaseModel](model: type[M], values: Mapping[str, Any], problems
 def _problem(detail, values: Mapping[str, Any]) -> str:
     key = str(detail["loc"][0])
     value = values[key]
-    wanted = {
+    condition = {
         "int_type": "a positive integer",
         "float_type": "a number",
         "finite_number": "a finite number",
@@ -230,11 +230,11 @@ def _problem(detail, values: Mapping[str, Any]) -> str:
         "dict_type": "an object",
     }.get(detail["type"])
     if detail["type"] == "greater_than_equal" and isinstance(value, int):
-        wanted = "a positive integer"
+        condition = "a positive integer"
     limits = detail.get("ctx", {})
     words = {"ge": "{} or more", "gt": "more than {}", "le": "{} or less"}
-    wanted = wanted or next(text.format(limits[name]) for name, text in words.items() if name in limits)
-    return f"{key}={shortened(value)} is not {wanted}"
+    condition = condition or next(text.format(limits[name]) for name, text in words.items() if name in limits)
+    return f"{key}={shortened(value)} is not {condition}"
 
 
 def shortened(value: object) -> str:

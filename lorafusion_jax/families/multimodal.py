@@ -62,8 +62,8 @@ def text_part(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     families = WRAPPERS[wrapper][1]
     family = text.get("model_type", families[0])
     shared = {key: raw[key] for key in SHARED if raw.get(key) is not None and text.get(key) is None}
-    known = [FAMILIES[family].architectures[0]] if family in families else [str(family)]
-    names = (text.get("architectures") if family in families else None) or known
+    fallback = [FAMILIES[family].architectures[0]] if family in families else [str(family)]
+    names = (text.get("architectures") if family in families else None) or fallback
     return text | shared | {"architectures": names, "model_type": family}, wrapper
 
 

@@ -55,8 +55,8 @@ def read_pattern(
     if family.rotated != "all":
         every = family.rotated == "windows, if any" and hf.sliding_window is None
         turns = [every or name == SLIDING for name in names]
-    listed = (("layer_types", names), ("no_rope_layers", turns), ("mlp_layer_types", _dense(hf, family, count)))
-    for key, values in listed:
+    per_layer = (("layer_types", names), ("no_rope_layers", turns), ("mlp_layer_types", _dense(hf, family, count)))
+    for key, values in per_layer:
         if len(values) != count:
             malformed.append(f"{key} has {len(values)} entries, and there are {count} layers")
     if isinstance(hf.sliding_window_pattern, str) and hf.layer_types is None and hf.sliding_window is not None:

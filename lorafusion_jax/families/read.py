@@ -126,8 +126,8 @@ def _different_names(architectures: object, model_type: object) -> str:
 def _in_spelling_of(raw: Mapping[str, Any], family: Family, problem: str) -> str:
     """A message, with the names that its keys have in this config.json."""
     names = {key: name for name, key in family.keys.items() if name in raw and key not in raw}
-    named = [f"{key} is {name} here" for key, name in names.items() if re.search(rf"\b{key}\b", problem)]
-    return f"{problem} ({', '.join(named)})" if named else problem
+    spellings = [f"{key} is {name} here" for key, name in names.items() if re.search(rf"\b{key}\b", problem)]
+    return f"{problem} ({', '.join(spellings)})" if spellings else problem
 
 
 def _family(raw: dict[str, Any], malformed: list[str], different: list[str], unsupported: list[str]) -> str | None:

@@ -104,8 +104,8 @@ def read_mixer(
 
 def _limits(hf: HFConfig, malformed: list[str]) -> tuple[float, float]:
     limits = [0.0, math.inf] if hf.time_step_limit is None else list(hf.time_step_limit)
-    named = {"__float__": "Infinity"}  # as transformers writes it
-    values = [math.inf if value in ("Infinity", named) else value for value in limits]
+    infinity = {"__float__": "Infinity"}  # as transformers writes it
+    values = [math.inf if value in ("Infinity", infinity) else value for value in limits]
     if len(values) != 2 or not all(isinstance(value, int | float) and value >= 0 for value in values):
         malformed.append(f"time_step_limit={shortened(hf.time_step_limit)} is not a pair of numbers")
         return 0.0, math.inf

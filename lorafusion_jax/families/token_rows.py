@@ -67,7 +67,7 @@ def token_rows(name: str, tokens: Tokens | Mapping[str, Tokens] | None, tokenize
     if tokens is None:
         return None
     lists = tokens if isinstance(tokens, Mapping) else {"embed_tokens": tokens}
-    ids = {MODULES[module]: _ids(name, listed, tokenizer) for module, listed in lists.items()}
+    ids = {MODULES[module]: _ids(name, of_module, tokenizer) for module, of_module in lists.items()}
     return TokenRows(embed=ids.get("embed", ()), head=ids.get("head", ()))
 
 

@@ -185,8 +185,8 @@ def _ropes(model: Any, family: Family) -> dict[str, Any]:
         return {"rope_parameters": {name: _rope(rope or Rope(), model, family) for name, rope in by_type.items()}}
     rope = _rope(model.ropes[0] if model.ropes else Rope(), model, family)
     scaled = rope["rope_type"] != "default" or len(rope) > 2
-    old = {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None
-    return {"rope_theta": rope["rope_theta"], "rope_scaling": old, "rope_parameters": rope}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling, "rope_parameters": rope}
 
 
 def _rope(rope: Rope, model: Any, family: Family) -> dict[str, Any]:
@@ -217,9 +217,9 @@ def _rope(rope: Rope, model: Any, family: Family) -> dict[str, Any]:
     if model.latent is not None and model.latent.mscale:
         out["mscale_all_dim"] = model.latent.mscale
     kind = str(rope.scaling.kind)
-    written: dict[str, Any] = {str(spelled.get(name, name)): values[name] for name in names[kind]}
-    written = {name: list(value) if isinstance(value, tuple) else value for name, value in written.items()}
-    return out | {"rope_type": kind} | written
+    numbers: dict[str, Any] = {str(spelled.get(name, name)): values[name] for name in names[kind]}
+    numbers = {name: list(value) if isinstance(value, tuple) else value for name, value in numbers.items()}
+    return out | {"rope_type": kind} | numbers
 
 
 def _factor(rope: Rope) -> dict[str, float]:
