@@ -27,8 +27,8 @@ def count_choices(
 
     Rows are selected, so that NaN of a sequence does not reach others, and their sum has a fixed order.
     """
-    chosen_TE = (expert_Tk[:, :, None] == jnp.arange(logits_TE.shape[1])).sum(1).astype(jnp.float32)
-    values = chosen_TE, jax.nn.softmax(logits_TE.astype(jnp.float32), axis=-1)
+    choices_TE = (expert_Tk[:, :, None] == jnp.arange(logits_TE.shape[1])).sum(1).astype(jnp.float32)
+    values = choices_TE, jax.nn.softmax(logits_TE.astype(jnp.float32), axis=-1)
     return jnp.stack([jnp.where(inside_MT[:, :, None], value_TE, 0.0).sum(1) for value_TE in values])
 
 
@@ -46,5 +46,5 @@ def balance_losses(sums_2ME: Float[Array, "2 M E"], length_M: Int[Array, " M"], 
     [1.5]
     """
     counted_M1 = jnp.maximum(length_M * routers, 1).astype(jnp.float32)[:, None]
-    chosen_ME, share_ME = sums_2ME / counted_M1
-    return chosen_ME.shape[1] * (chosen_ME * share_ME).sum(-1)
+    choices_ME, share_ME = sums_2ME / counted_M1
+    return choices_ME.shape[1] * (choices_ME * share_ME).sum(-1)

@@ -102,16 +102,16 @@ def paged_attention(
     blocks_GM = jnp.take_along_axis(tables_GM, jnp.minimum(number_GM, M - 1), 1)
     at_GS = (number_GM[:, :, None] * S + jnp.arange(S)).reshape(G, -1)  # positions of the keys
     back_GJS = position_GJ[:, :, None] - at_GS[:, None]
-    seen_GJS = (back_GJS >= 0) & (back_GJS < (jnp.iinfo(jnp.int32).max if window is None else window))
+    visible_GJS = (back_GJS >= 0) & (back_GJS < (jnp.iinfo(jnp.int32).max if window is None else window))
 
     def gathered(pool_NSKC: jax.Array) -> jax.Array:
         return pool_NSKC[blocks_GM].reshape(G, -1, K, C).swapaxes(1, 2)
 
     q_GKRC = q_THC.reshape(G, J, K, H // K, C).swapaxes(1, 2).reshape(G, K, -1, C)
     sinks_KR = None if sinks is None else jnp.tile(sinks.reshape(K, H // K), (1, J))
-    seen_GRS = jnp.repeat(seen_GJS, H // K, 1)[:, None]
+    visible_GRS = jnp.repeat(visible_GJS, H // K, 1)[:, None]
     o_GKRC = attend(
-        q_GKRC, gathered(keys_NSKC), gathered(values_NSKC), seen_GRS, sinks_KR,
+        q_GKRC, gathered(keys_NSKC), gathered(values_NSKC), visible_GRS, sinks_KR,
         scale=options["scale"], soft_cap=soft_cap,
     )  # fmt: skip
     return o_GKRC.reshape(G, K, J, H // K, C).swapaxes(1, 2).reshape(T, H * C)
@@ -134,13 +134,13 @@ def attend(
     scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(seen, scores, _MASKED)
     most = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)  # rows that see nothing
-    rest = 0.0
+    sink_weight = 0.0
     if sinks_KR is not None:  # a key without a value
         sink_GKR1 = jnp.broadcast_to(sinks_KR.astype(jnp.float32)[None, :, :, None], most.shape)
         most = jnp.maximum(most, sink_GKR1)
-        rest = jnp.exp(sink_GKR1 - most)
+        sink_weight = jnp.exp(sink_GKR1 - most)
     weights = jnp.exp(scores - most)
-    total = weights.sum(-1, keepdims=True) + rest
+    total = weights.sum(-1, keepdims=True) + sink_weight
     o_GKRC = jnp.einsum(
         "ikrs,iksc->ikrc",
         weights.astype(v_GKSC.dtype),

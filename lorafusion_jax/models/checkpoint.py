@@ -89,17 +89,17 @@ def plain_index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tupl
 def _rows(stored: Stored, rows: slice) -> np.ndarray:
     array = np.empty((rows.stop - rows.start, *stored.shape[1:]), DTYPES[stored.dtype])
     row_bytes = math.prod(stored.shape[1:]) * array.itemsize
-    rest = memoryview(array.reshape(-1).view(np.uint8))
+    buffer = memoryview(array.reshape(-1).view(np.uint8))
     with stored.file.open("rb", buffering=0) as file:
         file.seek(stored.start + rows.start * row_bytes)
-        while rest:
-            if not (count := file.readinto(rest)):
+        while buffer:
+            if not (count := file.readinto(buffer)):
                 raise CheckpointError(
                     "model.broken-file",
                     "a weight file was truncated while it was read.",
                     where=str(stored.file),
                 )
-            rest = rest[count:]
+            buffer = buffer[count:]
     return array
 
 

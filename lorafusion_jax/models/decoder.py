@@ -150,6 +150,6 @@ def _draw_adapters(model: Decoder, adapters: Sequence[AdapterSpec]) -> None:
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
     if any(isinstance(leaf[...], Tracer) for leaf in leaves.values()):
         return  # abstract: shapes only
-    drawn: dict[str, np.ndarray] = init_leaves(adapters, {name: leaf.shape for name, leaf in leaves.items()})
+    arrays: dict[str, np.ndarray] = init_leaves(adapters, {name: leaf.shape for name, leaf in leaves.items()})
     for name, leaf in leaves.items():
-        leaf[...] = jnp.asarray(drawn[name])
+        leaf[...] = jnp.asarray(arrays[name])

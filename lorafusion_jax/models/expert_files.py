@@ -144,8 +144,8 @@ def write_part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:
 
 def _read(part: Part, stored: Mapping[str, Stored], rows: slice, columns: slice) -> np.ndarray:
     if len(part.shape) <= 2:
-        cut = (rows, columns)[-len(part.shape) :]
-        return read_slice(stored[part.name], part.name, cut).reshape(rows.stop - rows.start, -1)
+        index = (rows, columns)[-len(part.shape) :]
+        return read_slice(stored[part.name], part.name, index).reshape(rows.stop - rows.start, -1)
     num_in = part.rectangle[1] // part.shape[0]
     experts = range(columns.start // num_in, -(-columns.stop // num_in))
     kernels = [_read_expert(part, stored, expert, rows) for expert in experts]

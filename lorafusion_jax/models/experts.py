@@ -158,8 +158,8 @@ def choose_experts(
     """Chooses the experts of each row and weighs them, see `families.experts.Router`."""
     router = spec.router
     if router.score == "softmax_of_chosen":
-        chosen, expert = jax.lax.top_k(logits_TE, spec.active)
-        return expert, jax.nn.softmax(chosen, axis=-1) * router.scale
+        logits_Tk, expert = jax.lax.top_k(logits_TE, spec.active)
+        return expert, jax.nn.softmax(logits_Tk, axis=-1) * router.scale
     scores = jax.nn.softmax(logits_TE, axis=-1) if router.score == "softmax" else jax.nn.sigmoid(logits_TE)
     value = scores if correction_E is None else scores + correction_E.astype(scores.dtype)
     _, expert = jax.lax.top_k(jax.lax.stop_gradient(_in_best_groups(value, router)), spec.active)
@@ -175,8 +175,8 @@ def _in_best_groups(value_TE: jax.Array, router: Router) -> jax.Array:
         return value_TE
     grouped = value_TE.reshape(len(value_TE), router.groups, -1)
     best = jax.lax.top_k(grouped, 1 if router.group_value == "best" else 2)[0].sum(-1)
-    _, chosen = jax.lax.top_k(best, router.top_groups)
-    inside = (chosen[:, :, None] == jnp.arange(router.groups)).any(1)
+    _, best_groups = jax.lax.top_k(best, router.top_groups)
+    inside = (best_groups[:, :, None] == jnp.arange(router.groups)).any(1)
     return jnp.where(inside[:, :, None], grouped, -jnp.inf).reshape(value_TE.shape)
 
 

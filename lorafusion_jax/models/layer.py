@@ -160,8 +160,8 @@ class DecoderLayer(nnx.Module):
             mlp = self._mlp
             assert isinstance(mlp, MixtureOfExperts)
             assert inputs.inside is not None, "these inputs do not say whose choices are counted"
-            y_TD, counted = mlp.with_choices(h_TD, inputs.lora, inputs.inside)
-            choices.append(counted)
+            y_TD, counts = mlp.with_choices(h_TD, inputs.lora, inputs.inside)
+            choices.append(counts)
             return y_TD
 
         fed = feed if isinstance(self.spec.mlp, Experts) else None

@@ -111,9 +111,9 @@ def load_decoder(
     reader = _reader(model_dir, model, dtype, NONE, sharding)
     graph, state = nnx.split(model)
     leaves = dict(nnx.to_flat_state(state))
-    read = reader.read()
+    arrays = reader.read()
     for tensor in reader.tensors:
-        leaves[tensor.path] = leaves[tensor.path].replace(read[tensor.leaf_name])
+        leaves[tensor.path] = leaves[tensor.path].replace(arrays[tensor.leaf_name])
     _draw_adapters(leaves, adapters, reader.sharding_rule)
     return nnx.merge(graph, nnx.from_flat_state(leaves.items()))
 
@@ -258,8 +258,8 @@ def _text_tensors(
     """Renames the tensors of a multimodal checkpoint's text part, and leaves the others out, with a warning."""
     if not config.wrapper:
         return stored, tensors
-    listed = [name for tensor in tensors for name in (tensor.name, *(part.name for part in tensor.parts))]
-    names, others = stored_names(listed, stored)
+    tensor_names = [name for tensor in tensors for name in (tensor.name, *(part.name for part in tensor.parts))]
+    names, others = stored_names(tensor_names, stored)
     parts = ", ".join(dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in others))
     if others:
         warnings.warn(f"only the text part is loaded: {len(others)} tensors of {parts} are left out", stacklevel=3)
@@ -286,10 +286,10 @@ def _read_tensor(
     on_disk = transposed_sharding(target) if tensor.transposed else target
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        cut = plain_index(index, tensor.shape)
+        slices = plain_index(index, tensor.shape)
         if tensor.parts:
-            return read_parts(tensor.parts, stored, cut)
-        return _contiguous(read_slice(stored[tensor.name], tensor.name, cut))
+            return read_parts(tensor.parts, stored, slices)
+        return _contiguous(read_slice(stored[tensor.name], tensor.name, slices))
 
     def leaf_part(index: tuple[slice, ...] | None) -> np.ndarray:
         values = part(index[::-1] if index and tensor.transposed else index)
@@ -320,6 +320,6 @@ def _quantise(kind: StoredKind, targets: tuple[tuple[str, Sharding], ...]) -> Ca
 
 def _draw_adapters(leaves: dict, adapters: Sequence[AdapterSpec], rule: ShardingRule) -> None:
     names = {".".join(map(str, path)): path for path, leaf in leaves.items() if isinstance(leaf, nnx.LoRAParam)}
-    drawn = init_leaves(adapters, {name: leaves[path].shape for name, path in names.items()})
+    arrays = init_leaves(adapters, {name: leaves[path].shape for name, path in names.items()})
     for name, path in names.items():
-        leaves[path] = leaves[path].replace(jax.device_put(drawn[name], rule(name, drawn[name].shape)))
+        leaves[path] = leaves[path].replace(jax.device_put(arrays[name], rule(name, arrays[name].shape)))

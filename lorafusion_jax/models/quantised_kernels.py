@@ -59,13 +59,13 @@ def read_kernel(
     stem, kind = stem_of(tensor), stored_kind(form.kind)
     assert kind is not None, form.kind
     shapes = {name: array.shape for name, array in kind.arrays(in_features, out_features).items()}
-    read = {
+    parameters = {
         ending: read_slice(entry, f"{stem}{ending}", plain_index(None, entry.shape))
         for ending, spec in form.tensors(in_features, out_features).items()
         if spec.read and (entry := stored.get(f"{stem}{ending}")) is not None
     }
     bulk = stored[tensor.name]
-    small = small_arrays(form, read, in_features, out_features, stem=stem, where=str(bulk.file))
+    small = small_arrays(form, parameters, in_features, out_features, stem=stem, where=str(bulk.file))
     arrays = {
         name: jax.make_array_from_callback(shapes[name], rule(tensor.leaf_name, shapes[name]), array.__getitem__)
         for name, array in small.items()

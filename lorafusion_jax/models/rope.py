@@ -93,9 +93,9 @@ def query_scale(rope: Rope, positions_T: Int[Array, " T"]) -> Float[Array, "T 1 
 def halves_of_pairs(x_THC: Float[Array, "T H C"], channels: int) -> Float[Array, "T H C"]:
     """Puts neighbours of the first channels into halves, as `apply_rope` wants them. No score sees it where q and k
     are both reordered."""
-    head, rest = x_THC[..., :channels], x_THC[..., channels:]
+    head, tail = x_THC[..., :channels], x_THC[..., channels:]
     halves = head.reshape(*head.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(head.shape)
-    return jnp.concatenate([halves, rest], axis=-1)
+    return jnp.concatenate([halves, tail], axis=-1)
 
 
 @jax.custom_vjp

@@ -43,11 +43,11 @@ class Segments:
             [0, 0, 1, 1, 1, 2, 2, 2]
         """
         runs = np.asarray(lengths, np.int32).reshape(-1)
-        used = int(runs.sum())
-        if used > total or np.any(runs < 1):
+        num_rows = int(runs.sum())
+        if num_rows > total or np.any(runs < 1):
             raise ValueError(f"runs of {runs.tolist()} rows do not fit into {total} rows")
-        if used < total:
-            runs = np.append(runs, np.int32(total - used))
+        if num_rows < total:
+            runs = np.append(runs, np.int32(total - num_rows))
         slots = bucket or segment_bucket(len(runs))
         if len(runs) > slots:
             raise ValueError(f"{len(runs)} runs do not fit into {slots} segment slots")

@@ -188,11 +188,11 @@ def default_implementation(q: Described, k: Described, rule: ScoreRule | None = 
     benchmarks/results/attention_h200_2026-11-21/.
     """
     (T, H, C), K = q.shape, k.shape[1]
-    measured = config_store.fastest(
+    fastest = config_store.fastest(
         device_kind(), attention_call(rows=T, heads=H, key_heads=K, width=C, dtype=str(q.dtype))
     )
-    if measured in get_args(AttentionImplementation):
-        name = cast(AttentionImplementation, measured)
+    if fastest in get_args(AttentionImplementation):
+        name = cast(AttentionImplementation, fastest)
         if support_problem(name, q, k, rule) is None:
             return name
     return default_by_rule(q, k, rule)

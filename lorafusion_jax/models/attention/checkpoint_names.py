@@ -14,11 +14,11 @@ def checkpointed[Tree](tree: Tree) -> Tree:
     With `jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("attention"))` the gradient of a
     layer does not run the forward of attention again.
     """
-    named: dict[int, jax.Array] = {}
+    leaf_by_id: dict[int, jax.Array] = {}
 
     def name(leaf: jax.Array) -> jax.Array:
-        if id(leaf) not in named:
-            named[id(leaf)] = checkpoint_name(leaf, ATTENTION)
-        return named[id(leaf)]
+        if id(leaf) not in leaf_by_id:
+            leaf_by_id[id(leaf)] = checkpoint_name(leaf, ATTENTION)
+        return leaf_by_id[id(leaf)]
 
     return jax.tree.map(name, tree)

@@ -32,12 +32,12 @@ def attention_case(*, rows: int, heads: int, key_heads: int, width: int, dtype: 
         return *arrays, jax.tree.map(jnp.asarray, segments)
 
     def step(name: str) -> Callable[..., Any]:
-        chosen = cast(AttentionImplementation, name)
-        if reason := support_problem(chosen, q, k):
+        implementation = cast(AttentionImplementation, name)
+        if reason := support_problem(implementation, q, k):
             raise NotImplementedError(reason)
 
         def both_passes(q, k, v, segments):
-            o, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, segments, implementation=chosen), q, k, v)
+            o, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, segments, implementation=implementation), q, k, v)
             return o, pullback(o)
 
         return jax.jit(both_passes)
