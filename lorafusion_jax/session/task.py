@@ -258,10 +258,10 @@ class Rollouts(Samples):
         assert self.data.rollout is not None
         starts, pieces = self.data.batch_starts(self.adapter.global_samples), []
         for ref in samples:
-            drawn = self.data.rollout.batches[ref.batch].samples
-            weights = Weights(1.0, 1.0 / len(drawn), segment_weights(drawn))
+            batch_samples = self.data.rollout.batches[ref.batch].samples
+            weights = Weights(1.0, 1.0 / len(batch_samples), segment_weights(batch_samples))
             key = sample_key(*self.data.sample_at(ref.sample))
-            pieces.append(piece_of(drawn, ref.sample - int(starts[ref.batch]), place, weights, key=key))
+            pieces.append(piece_of(batch_samples, ref.sample - int(starts[ref.batch]), place, weights, key=key))
         return pieces
 
     def num_loss_tokens(self, step: int) -> int:

@@ -47,13 +47,13 @@ def with_adapters(job: Job, adapters: Sequence[AdapterConfig], lacks_memory: Lac
         PlanError: a sample does not fit into a microbatch.
     """
     check_names(adapters, job.config)
-    new = job.config.model_copy(update={"adapters": tuple(adapters)})
-    prepared = prepare(new)
-    read_warm_starts(new)
-    raise_all(check_start_bases(new))
-    check_adapters(new, prepared)
+    addition = job.config.model_copy(update={"adapters": tuple(adapters)})
+    prepared = prepare(addition)
+    read_warm_starts(addition)
+    raise_all(check_start_bases(addition))
+    check_adapters(addition, prepared)
     check_jobs(
-        train_jobs(new, prepared),
+        train_jobs(addition, prepared),
         capacity_tokens=job.plan.sizes,
         num_stages=job.plan.num_stages,
         data_parallel=job.plan.data_parallel,
@@ -76,11 +76,11 @@ def extended(job: Job, name: str, *, epochs: int | None, steps: int | None) -> J
     part = Extension(after=job.plan.job_of[name].num_samples, samples=more)
     longer = adapter.model_copy(update={"extended": (*adapter.extended, part)})
     adapters = tuple(longer if other.name == name else other for other in job.config.adapters)
-    in_new_order = in_order(longer, data.train, data.eval, job.config.train.max_steps, data.weights, data.rollout)
+    data_in_order = in_order(longer, data.train, data.eval, job.config.train.max_steps, data.weights, data.rollout)
     return replace(
         job,
         config=job.config.model_copy(update={"adapters": adapters}),
-        prepared=replace(job.prepared, adapters=job.prepared.adapters | {name: in_new_order}),
+        prepared=replace(job.prepared, adapters=job.prepared.adapters | {name: data_in_order}),
     )
 
 
@@ -90,33 +90,33 @@ def reread(config: JobConfig, prepared: Prepared) -> Prepared:
     Raises:
         LoraFusionError: this process cannot read the data of a new adapter.
     """
-    new = [adapter.name for adapter in config.adapters if adapter.name not in prepared.adapters]
-    all_data = _with_data(prepared, prepare(select_adapters(config, new))) if new else prepared
-    in_new_order = {
+    names = [adapter.name for adapter in config.adapters if adapter.name not in prepared.adapters]
+    all_data = _with_data(prepared, prepare(select_adapters(config, names))) if names else prepared
+    data_by_name = {
         adapter.name: in_order(adapter, data.train, data.eval, config.train.max_steps, data.weights, data.rollout)
         for adapter in config.adapters
         for data in [all_data.adapters[adapter.name]]
     }
-    return replace(prepared, adapters=in_new_order)
+    return replace(prepared, adapters=data_by_name)
 
 
 def new_record_entries(job: Job, record: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of run.json about adapters that the job's plan does not have yet."""
-    new = select_adapters(
+    addition = select_adapters(
         job.config, [adapter.name for adapter in job.config.adapters if adapter.name not in job.plan.job_of]
     )
-    names = {adapter.name for adapter in new.adapters}
+    names = {adapter.name for adapter in addition.adapters}
     entries = {
         "data": job.prepared.digests(),
         "eval": eval_digests(job.prepared),
-        "compared_by": compared_by(new),
-        "seeds": {adapter.name: adapter.seed for adapter in new.adapters},
-        "warm_starts": warm_start_digests(new),
+        "compared_by": compared_by(addition),
+        "seeds": {adapter.name: adapter.seed for adapter in addition.adapters},
+        "warm_starts": warm_start_digests(addition),
     }
-    of_new = {
+    addition_entries = {
         key: {name: value for name, value in by_name.items() if name in names} for key, by_name in entries.items()
     }
-    return {key: record.get(key, {}) | by_name for key, by_name in of_new.items()}
+    return {key: record.get(key, {}) | by_name for key, by_name in addition_entries.items()}
 
 
 def _with_data(prepared: Prepared, more: Prepared) -> Prepared:

@@ -109,10 +109,10 @@ def disagreement_on(config: JobConfig, adapters: Sequence[AdapterConfig]) -> str
     if is_alone():
         return ""
     text = text_of_first(json.dumps([adapter.model_dump(mode="json") for adapter in adapters]))
-    new = [AdapterConfig.model_validate(row, context=BEGUN) for row in json.loads(text)]
+    first_adapters = [AdapterConfig.model_validate(row, context=BEGUN) for row in json.loads(text)]
     facts: Facts = {}
-    if new:
-        only = config.model_copy(update={"adapters": tuple(new)})
+    if first_adapters:
+        only = config.model_copy(update={"adapters": tuple(first_adapters)})
         try:
             facts = data_facts(prepare(only)) | warm_start_facts(only)
         except (LoraFusionError, OSError) as problem:

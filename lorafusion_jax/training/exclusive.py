@@ -37,10 +37,10 @@ def exclusive_run(folder: RunFolder) -> Iterator[None]:
     Raises:
         CheckpointError: `run.in-use` or `run.missing` (there is no run), on all processes of this run.
     """
-    with ExitStack() as held:
+    with ExitStack() as resources:
         with fail_together():
             if is_first():
-                held.enter_context(folder.lock())
+                resources.enter_context(folder.lock())
                 folder.complete_change()
                 folder.remove_leftovers()  # before any process of this run looks at checkpoints
                 remove_parts(folder.path)

@@ -49,8 +49,8 @@ class BackgroundQueue:
     def poll(self, *, wait: bool = False) -> None:
         """Runs the callbacks of finished work in order, or raises its exception. With `wait`, waits for all work."""
         while self._pending and (wait or self._pending[0][0].done()):
-            done, on_done = self._pending.popleft()
-            on_done(done.result())
+            future, on_done = self._pending.popleft()
+            on_done(future.result())
 
     def close(self) -> None:
         """Waits for queued work. Pending callbacks are dropped."""
@@ -129,8 +129,8 @@ class ExportQueue:
         name, step = adapter.name, adapter.step
 
         if read_weights is None:
-            read = self._session.read(name, optimizer=False)
-            read_weights = lambda: read().weights  # noqa: E731
+            read_state = self._session.read(name, optimizer=False)
+            read_weights = lambda: read_state().weights  # noqa: E731
         write = partial(self._writer.write, name, step, failure=failure, best=best, last=last)
         return AdapterExport(step, read_weights, write)
 
@@ -160,10 +160,10 @@ def _run(export: AdapterExport[Any]) -> Path | Problem | None:
     """
     if not is_first():
         return None
-    written = export.run()
-    if not isinstance(written, Path) and _disk_is_full(written):
-        raise written
-    return written
+    result = export.run()
+    if not isinstance(result, Path) and _disk_is_full(result):
+        raise result
+    return result
 
 
 def _disk_is_full(problem: Problem) -> bool:

@@ -264,15 +264,15 @@ class PlanRun:
 
     def _evaluations_left_s(self) -> float | None:
         """Estimates the time of future evaluations from those so far. None if unknown."""
-        every, halving, left_s = self._job.config.train.eval_every_steps, self._job.config.halving, 0.0
+        every, halving, remaining_s = self._job.config.train.eval_every_steps, self._job.config.halving, 0.0
         for name, adapter in self._progress.adapters.items():
             if adapter.status != "running" or self._job.prepared.adapters[name].eval is None:
                 continue
             seconds = self._hooks.evaluation_s(name)
             if seconds is None:
                 return None
-            left_s += seconds * evaluations(adapter.step, adapter.num_steps, every, halving)
-        return left_s
+            remaining_s += seconds * evaluations(adapter.step, adapter.num_steps, every, halving)
+        return remaining_s
 
     def _any_running(self) -> bool:
         """Whether an adapter still trains, or will again. All processes see the same at the same slot."""

@@ -48,8 +48,8 @@ class Meter:
 
     def drop(self, name: str, from_slot: int) -> None:
         """Removes an adapter that has ended from all slots from `from_slot` on."""
-        rest = [{other: n for other, n in slot.items() if other != name} for slot in self._tokens[from_slot:]]
-        self._tokens[from_slot:] = rest
+        later_slots = [{other: n for other, n in slot.items() if other != name} for slot in self._tokens[from_slot:]]
+        self._tokens[from_slot:] = later_slots
         self._last[name] = -1
         self._busy = _busy_rows(self._tokens, self._rows)
 

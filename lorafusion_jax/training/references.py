@@ -228,8 +228,8 @@ class JoiningReferences:
             joining: what this process knows of the request.
             rows, source: adapters and digests on the first process.
         """
-        new = tuple(AdapterConfig.model_validate(row, context=BEGUN) for row in rows)
-        only, passes, why = config.model_copy(update={"adapters": new}), [], ""
+        adapters = tuple(AdapterConfig.model_validate(row, context=BEGUN) for row in rows)
+        only, passes, why = config.model_copy(update={"adapters": adapters}), [], ""
         try:
             if joining is None or joining.source != source:
                 joining = self._joining_of(only, prepare(only))

@@ -107,13 +107,13 @@ def plan_for_mesh(
         failed: adapters that have failed. If the plan stays, so do their samples, which keeps the results of the others
             bitwise equal. A new plan omits them.
     """
-    layout_now = (config.mesh.stages, config.mesh.replicas)
-    stays = all(layout[1:] == layout_now for layout in plan.layouts if layout.end > slot)
-    stays &= (plan.num_stages, plan.data_parallel) == layout_now  # also where no slot is left: requests may add some
+    mesh_layout = (config.mesh.stages, config.mesh.replicas)
+    stays = all(layout[1:] == mesh_layout for layout in plan.layouts if layout.end > slot)
+    stays &= (plan.num_stages, plan.data_parallel) == mesh_layout  # also where no slot is left: requests may add some
     stopped = dict(plan.stopped)
     if stays and all(name in stopped for name in drop):
         return plan
-    stages, replicas = layout_now
+    stages, replicas = mesh_layout
     return replan(
         plan,
         at_slot=slot,

@@ -130,9 +130,9 @@ def _adapter_status(config: JobConfig, checkpoint: FoundCheckpoint, folder: RunF
 def checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
     """Compares the base model with that of the run. Returns all known digests."""
     directory, before = base_directory(config), record["base_files"]
-    now = base_digests(directory, every_byte=every_byte)
-    check_base(before, now, directory)
-    return before | now
+    digests = base_digests(directory, every_byte=every_byte)
+    check_base(before, digests, directory)
+    return before | digests
 
 
 def _folder_notices(

@@ -244,10 +244,10 @@ class Revisions:
         """Returns the references of the adapters that a request adds; None while others train and they are computed."""
         if request.action != "add":
             return {}
-        new = select_adapters(after.config, request.adapters)
+        addition = select_adapters(after.config, request.adapters)
         slot, running = self._progress.slot, [a.status == "running" for a in self._progress.adapters.values()]
         try:
-            references = self._joining.take(request.name, new, after.prepared)
+            references = self._joining.take(request.name, addition, after.prepared)
             if references is None and not (any(running) and slot < self._job.plan.num_slots):  # nobody else trains
                 references = self._joining.complete(request.name, slot)
         except REFUSABLE as problem:

@@ -69,8 +69,8 @@ class Rollouts:
             raise ConfigError("config.rollout", message, fix="one process with all devices of a host")
         for path in sorted(folder.glob("*.json")):
             self._stored[int(path.stem)] = _read(path)
-        for slot, drawn in self._stored.items():
-            for batch in drawn if slot < progress.slot else ():
+        for slot, batches in self._stored.items():
+            for batch in batches if slot < progress.slot else ():
                 if batch.adapter in progress.adapters and batch.batch >= progress.adapters[batch.adapter].step:
                     self._fill(batch)
 
@@ -84,15 +84,15 @@ class Rollouts:
         An adapter whose rewards fail stops with its last weights; others train on.
         """
         self._forget()
-        asked = [*self._due(slot), *self._soon(slot)]
+        keys = [*self._due(slot), *self._soon(slot)]
         stored = self._stored.get(slot, [])
-        is_stored = [batch.key for batch in stored] == asked
+        is_stored = [batch.key for batch in stored] == keys
         if not is_stored:
-            for name, batch, _ in asked:
+            for name, batch, _ in keys:
                 if (name, batch) in self._begun:
                     raise self._missing(name, batch)
-            self._emit(PhaseBegun(slot=slot, text=f"{', '.join(name for name, _, _ in asked)} sample"))
-            stored = self._draw_each(asked, slot)
+            self._emit(PhaseBegun(slot=slot, text=f"{', '.join(name for name, _, _ in keys)} sample"))
+            stored = self._draw_each(keys, slot)
             self._folder.mkdir(exist_ok=True)
             replace_text(self._path(slot), json.dumps([batch.row() for batch in stored]))
             self._stored[slot] = stored
@@ -121,8 +121,8 @@ class Rollouts:
         if len(self._saved) < self._job.config.save.keep:
             return
         steps = self._saved[0]
-        for slot, drawn in list(self._stored.items()):
-            if all(batch.batch < steps.get(batch.adapter, 0) for batch in drawn):
+        for slot, batches in list(self._stored.items()):
+            if all(batch.batch < steps.get(batch.adapter, 0) for batch in batches):
                 self._path(slot).unlink(missing_ok=True)
                 del self._stored[slot]
 
@@ -176,9 +176,9 @@ class Rollouts:
             try:
                 prompts = self._prompts(name, batch)
                 self._reward(name, prompts, answers[name])
-                made = Drawn(adapter=name, batch=batch, lag=lag, answers=answers[name])
-                self._refer(made, prompts)
-                drawn.append(made)
+                drawn_batch = Drawn(adapter=name, batch=batch, lag=lag, answers=answers[name])
+                self._refer(drawn_batch, prompts)
+                drawn.append(drawn_batch)
             except LoraFusionError as problem:
                 self._session.steps.fail(name, _in_one_line(problem), slot)
         return drawn
@@ -221,9 +221,9 @@ class Rollouts:
             generator = self._generator()
             self._session.executor.wait_dispatched()
             with self._session.executor.blaming(None, None, list(prompts)):
-                drawn = generator(requests, most=ROWS)
+                outputs = generator(requests, most=ROWS)
             replies: dict[tuple[str, int], int | None] = {}
-            for (name, number), request, answer in zip(active, requests, drawn, strict=True):
+            for (name, number), request, answer in zip(active, requests, outputs, strict=True):
                 turns = answers[name][number]
                 turns.add(answer.drawn_tokens, answer.drawn_logprobs)
                 turns.texts.append(generator.text(request, answer))

@@ -124,10 +124,10 @@ class Run:
                 if self._start_up.failure is not None:
                     raise self._start_up.failure
                 self._prepare()
-                asked = resources.enter_context(deferred_stop())  # also while results are written
+                stop_signal = resources.enter_context(deferred_stop())  # also while results are written
                 with self._joining_spans():
                     self._make_loop().run()
-                self._finish_caching(asked)
+                self._finish_caching(stop_signal)
             finally:
                 self._joining.close()
                 self._rollouts.close()
@@ -283,13 +283,13 @@ class Run:
         config = select_adapters(self._job.config, list(self._progress.adapters))
         doing = "making room for" if self._session.needs_room(config) else "starting"
         self._listener(PhaseBegun(slot=slots_done, text=f"{doing} {', '.join(names)}"))
-        new = config.model_copy(update={"adapters": config.adapters[len(self._session.names) :]})
-        first = len(config.adapters) - len(new.adapters)
-        starts = reread_warm_starts(self._folder.read_record().get("warm_starts", {}), new)
+        addition = config.model_copy(update={"adapters": config.adapters[len(self._session.names) :]})
+        first = len(config.adapters) - len(addition.adapters)
+        starts = reread_warm_starts(self._folder.read_record().get("warm_starts", {}), addition)
         weights = {first + index: arrays for index, arrays in starts.items()}
         with self._session.spans.pause("adding adapters"):
             self._session.add(config, self._job.prepared, weights, self._progress.adapters)
-            self._add_references(new, slots_done)
+            self._add_references(addition, slots_done)
             self._session.compile_reads()
         for name in names:
             self._evaluations.evaluate(name, 0, slots_done)

@@ -84,7 +84,7 @@ def _start(
         config = pin_base(config)
         prepared = prepare(config, progress=lambda text: emit(PhaseBegun(text=text)))
         stop_if_asked()
-        config, chosen = _with_choices(config, prepared, emit)
+        config, choices = _with_choices(config, prepared, emit)
         raise_all(weight_problems(base_directory(config)))
         base_files = base_digests(base_directory(config), every_byte=verify_base)
     plan_facts = {"the given plan": "" if plan is None else plan.digest}
@@ -97,7 +97,7 @@ def _start(
             _check_plan(plan, config, prepared)
         folder.must_be_new(plan)
         record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
-        record |= {"auto": chosen} if chosen else {}
+        record |= {"auto": choices} if choices else {}
     barrier()  # all processes have checked the folder before the first writes the run
     return launch(config, prepared, plan, folder, record, local_listeners(listeners, lambda: Recorder(folder.path)))
 

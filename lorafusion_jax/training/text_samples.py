@@ -80,13 +80,13 @@ class TextSamples:
 
     def _prompts(self, name: str) -> list[tuple[str, list[int]]]:
         """The prompts of an adapter that fit into the model's positions, as texts and tokens."""
-        asked = self._settings.samples
+        samples = self._settings.samples
         tokenizer = tokenizer_of(self._job.config.adapter(name), self._job.prepared.tokenizer)
-        if isinstance(asked, list):
-            prompts = [(text, prompt_tokens(text, tokenizer)) for text in asked]
+        if isinstance(samples, list):
+            prompts = [(text, prompt_tokens(text, tokenizer)) for text in samples]
         else:
             held_out = self._job.prepared.adapters[name].eval
-            tokens = [] if held_out is None else [prompt_of(held_out, n) for n in range(min(asked, len(held_out)))]
+            tokens = [] if held_out is None else [prompt_of(held_out, n) for n in range(min(samples, len(held_out)))]
             prompts = [(tokenizer.text(prompt), prompt) for prompt in tokens]
         most = self._session.stages[0].parts.model.positions
         return [(text, tokens) for text, tokens in prompts if 0 < len(tokens) < most]
