@@ -25,8 +25,8 @@ class AnswerTexts:
         text = self._tokenizer.text(tokens)
         ends = [text[: text.find(stop)] for stop in stops if stop in text]
         with_special = [stop for stop in stops if self._has_special(stop)]
-        written = self._tokenizer.decode(tokens) if with_special else ""
-        ends += [self._without_special(written[: written.find(stop)]) for stop in with_special if stop in written]
+        raw_text = self._tokenizer.decode(tokens) if with_special else ""
+        ends += [self._without_special(raw_text[: raw_text.find(stop)]) for stop in with_special if stop in raw_text]
         return min(ends, key=len, default=text)
 
     def ends_with(self, tokens: Sequence[int], texts: Sequence[str]) -> bool:
@@ -78,6 +78,6 @@ class TextStream:
         return self._send(self._texts.text([*self._tokens, *tokens], self._stops))
 
     def _send(self, text: str) -> str:
-        new = text[self._sent :]
-        self._sent += len(new)
-        return new
+        piece = text[self._sent :]
+        self._sent += len(piece)
+        return piece

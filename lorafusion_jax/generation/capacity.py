@@ -43,11 +43,11 @@ def blocks_that_fit(stages: Sequence[Stage], *, beside_training: bool = False) -
     Args:
         beside_training: leave the memory that slots have taken so far, and take again.
     """
-    left, used = WITHOUT_LIMIT, "peak_bytes_in_use" if beside_training else "bytes_in_use"
+    free_bytes, bytes_key = WITHOUT_LIMIT, "peak_bytes_in_use" if beside_training else "bytes_in_use"
     for stage in stages:
         for device in stage.mesh.mesh.devices.flat:
             stats = device.memory_stats() if device.platform != "cpu" else None
             if stats and "bytes_limit" in stats:
-                unused = (stats["bytes_limit"] - stats[used]) * SHARE_OF_MEMORY
-                left = int(unused) if left == WITHOUT_LIMIT else min(left, int(unused))
-    return max(1, left // max(block_bytes(stages), 1))
+                unused = (stats["bytes_limit"] - stats[bytes_key]) * SHARE_OF_MEMORY
+                free_bytes = int(unused) if free_bytes == WITHOUT_LIMIT else min(free_bytes, int(unused))
+    return max(1, free_bytes // max(block_bytes(stages), 1))

@@ -110,15 +110,15 @@ def choose_tokens(
         mode: of `Sampling`: one that serves all sequences.
     """
     greedy_B = jnp.argmax(logits_BV, -1)
-    chosen_B = greedy_B
+    token_B = greedy_B
     if mode != GREEDY:
         is_greedy_B = jnp.asarray(choices.temperature_B) == 0
         z_BV = logits_BV / jnp.where(is_greedy_B, 1.0, jnp.asarray(choices.temperature_B))[:, None]
         if mode == FILTERED:
             z_BV = keep_likely(z_BV, *map(jnp.asarray, choices[1:4]))
-        drawn_B = jnp.argmax(z_BV + _noise(jnp.asarray(choices.seed_B2), number_B, z_BV.shape[1]), -1)
-        chosen_B = jnp.where(is_greedy_B, greedy_B, drawn_B)
-    return chosen_B.astype(jnp.int32)
+        sample_B = jnp.argmax(z_BV + _noise(jnp.asarray(choices.seed_B2), number_B, z_BV.shape[1]), -1)
+        token_B = jnp.where(is_greedy_B, greedy_B, sample_B)
+    return token_B.astype(jnp.int32)
 
 
 def keep_likely(
@@ -134,8 +134,8 @@ def keep_likely(
     floor_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], -1)
     p_BV = jax.nn.softmax(jnp.where(sorted_BV >= floor_B1, sorted_BV, -jnp.inf), -1)
     before_BV = jnp.cumsum(p_BV, -1) - p_BV
-    kept_BV = (p_BV > 0) & ((before_BV < top_p_B[:, None]) | (top_p_B >= 1)[:, None])
-    least_B1 = jnp.where(kept_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
+    likely_BV = (p_BV > 0) & ((before_BV < top_p_B[:, None]) | (top_p_B >= 1)[:, None])
+    least_B1 = jnp.where(likely_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
     least_B1 = jnp.maximum(least_B1, sorted_BV[:, :1] + jnp.log(min_p_B)[:, None])
     return jnp.where((z_BV >= least_B1) & (z_BV >= floor_B1), z_BV, -jnp.inf)
 

@@ -110,10 +110,10 @@ class Engine:
         if slot is not None:
             sampler.finite = self._passes.put(adapter, slot)
             return sampler
-        held = self._passes.read(0)  # sequences run in all slots: the copy goes to the host through one of them
+        slot_weights = self._passes.read(0)  # sequences run in all slots: the copy goes to the host through one of them
         sampler.finite = self._passes.put(adapter, 0)
         sampler.on_host = self._passes.read(0)
-        self._passes.write(0, held)
+        self._passes.write(0, slot_weights)
         return sampler
 
     def drop(self, sampler: Sampler) -> None:
@@ -280,8 +280,8 @@ class Engine:
 
     def _num_rows(self, sequences: Sequence[Running]) -> int:
         """Rows of a pass: a size that is compiled already, if one fits."""
-        needed = 1 + max(sequence.row for sequence in sequences)
-        return _compiled(self._sizes, needed, max(power_of_two(needed), FEWEST_ROWS), NOWHERE)
+        num_rows = 1 + max(sequence.row for sequence in sequences)
+        return _compiled(self._sizes, num_rows, max(power_of_two(num_rows), FEWEST_ROWS), NOWHERE)
 
     def _look(self, issued: Sequence[Issued]) -> list[Answer]:
         """Adds tokens to answers, and takes out the sequences that end."""
@@ -304,10 +304,10 @@ class Engine:
     def _take(self, sequence: Running, row: int, pairs: Sequence[Any], chosen: Sequence[Chosen]) -> None:
         """Adds the tokens of passes to the answer of a sequence."""
         request, answer = sequence.request
-        wanted = request.sampling.logprobs
+        num_listed = request.sampling.logprobs
         for number, pair in enumerate(pairs):
-            if wanted and request.sampling.max_tokens:
-                answer.listed.append(_listing(chosen[number].listed, row, wanted))
+            if num_listed and request.sampling.max_tokens:
+                answer.listed.append(_listing(chosen[number].listed, row, num_listed))
             if self._ended(sequence, *pair):
                 break
         if answer.error is not None:
@@ -388,9 +388,9 @@ def _take_scores(passes: Issued, prompts: PromptPass, results: Sequence[Any]) ->
         answer.prompt_targets[index] = [
             float(value) if token >= 0 else None for token, value in zip(ids, logprobs_Wk[number, 1:], strict=False)
         ]
-        if wanted := request.sampling.prompt_logprobs:
+        if num_listed := request.sampling.prompt_logprobs:
             part, within = divmod(number, len(results[0][0]))
-            answer.prompt_listed[index] = _listing(results[part][1], within, wanted)
+            answer.prompt_listed[index] = _listing(results[part][1], within, num_listed)
 
 
 def _listing(listed: Any, row: int, wanted: int) -> Listing:

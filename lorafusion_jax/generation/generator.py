@@ -89,16 +89,16 @@ class Generator:
         """The engine of a conversation, or a new one with room for what the requests ask for, so many times."""
         tokens = [min(len(r.tokens) + r.sampling.max_tokens, self._model.positions) for r in requests]
         blocks = sorted(-(-length // BLOCK) for length in tokens)
-        needed = sum(blocks[-most:])
+        num_blocks = sum(blocks[-most:])
         engine = conversation.engine
-        if engine is None or engine.pool.number < needed:
+        if engine is None or engine.pool.number < num_blocks:
             adapters = len({request.adapter for request in requests} - {BASE})
             conversation.forget()
             limit = max(blocks_that_fit(self._stages), blocks[-1])
             engine = conversation.engine = Engine(
                 self._stages,
                 rows=max(power_of_two(min(len(requests), most)), FEWEST_ROWS),
-                blocks=min(max(power_of_two(spare * needed), FEWEST_BLOCKS), limit),
+                blocks=min(max(power_of_two(spare * num_blocks), FEWEST_BLOCKS), limit),
                 slots=power_of_two(min(max(adapters, FEWEST_SLOTS), SLOTS)),
                 programs=self._programs,
                 **self._options,

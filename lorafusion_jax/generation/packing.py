@@ -146,8 +146,8 @@ def _num_rows(parts: Sequence[Part], shared: bool) -> int:
 
 
 def _pack(parts: Sequence[Part], rows: int, block: int, *, continued: bool) -> PromptPass:
-    needed = _num_rows(parts, not continued)
-    T = next((size for size in SIZES if needed <= size), power_of_two(needed))
+    num_rows = _num_rows(parts, not continued)
+    T = next((size for size in SIZES if num_rows <= size), power_of_two(num_rows))
     tokens_T, slot_T, tile_slot = np.zeros(T, np.int32), np.full(T, BASE, np.int32), np.full(T // TILE, BASE, np.int32)
     position_T, cell_T = np.full(T, -1, np.int32), np.full(T, NOWHERE, np.int32)
     last_B = np.full(rows, -1, np.int32)
@@ -193,9 +193,9 @@ def _scored(rows: Sequence[tuple[Prompt, int, int]]) -> Scored:
     def targets(prompt: Prompt, index: int) -> list[int]:
         return [prompt.tokens[index], *(prompt.targets[index] if index < len(prompt.targets) else ())]
 
-    listed = [targets(prompt, index) for prompt, _, index in rows]
-    targets_Wk = np.full((len(rows), power_of_two(max(map(len, listed)))), -1, np.int32)
-    for row, tokens in zip(targets_Wk, listed, strict=True):
+    token_lists = [targets(prompt, index) for prompt, _, index in rows]
+    targets_Wk = np.full((len(rows), power_of_two(max(map(len, token_lists)))), -1, np.int32)
+    for row, tokens in zip(targets_Wk, token_lists, strict=True):
         row[: len(tokens)] = tokens
     return Scored(
         row_W=np.array([row for _, row, _ in rows], np.int32),

@@ -157,8 +157,8 @@ class StagePasses:
         for index, (weights, leaves, number) in enumerate(zip(self._weights, self._leaves, self._numbers, strict=True)):
             earlier = {module: self._caches[block][layer] for module, (block, layer) in self._given[index].items()}
             caches = self._caches[index]
-            new, self._caches[index] = self._programs.run_block(weights, leaves, caches, earlier, number, x, inputs)
-            x = joined(new, x)
+            output, self._caches[index] = self._programs.run_block(weights, leaves, caches, earlier, number, x, inputs)
+            x = joined(output, x)
         return activations(x)
 
 

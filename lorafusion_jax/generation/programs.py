@@ -123,13 +123,13 @@ class GenerationPrograms:
         windows = jax.ShapeDtypeStruct((2, 1), jnp.int32)
 
         def zeros(names: Sequence[str]) -> Leaves:
-            at, chosen = dict.fromkeys(names, jnp.int32(0)), {name: leaves[name] for name in names}
-            taken = jax.eval_shape(self._take_leaves, chosen, dict.fromkeys(names, windows), {}, at)
-            made = {}
-            for name, leaf in taken.items():
+            at, named_leaves = dict.fromkeys(names, jnp.int32(0)), {name: leaves[name] for name in names}
+            shapes = jax.eval_shape(self._take_leaves, named_leaves, dict.fromkeys(names, windows), {}, at)
+            slot_leaves = {}
+            for name, leaf in shapes.items():
                 axis = _slot_axis(name, leaf.ndim)
-                made[name] = jnp.zeros((*leaf.shape[:axis], slots, *leaf.shape[axis + 1 :]), leaf.dtype)
-            return made
+                slot_leaves[name] = jnp.zeros((*leaf.shape[:axis], slots, *leaf.shape[axis + 1 :]), leaf.dtype)
+            return slot_leaves
 
         groups = [names for names, _ in self._names_by_piece(leaves)]
         return jax.jit(lambda: [zeros(names) for names in groups], out_shardings=self._mesh.everywhere)()
@@ -152,15 +152,15 @@ class GenerationPrograms:
         windows = lv.own_windows(self._layout.columns, adapter, spec)[..., None]
         ratios = self._parts.inputs.ratios_of(spec)
         filled, finite = [], []
-        for held, (names, number) in zip(bank, self._names_by_piece(leaves), strict=True):
+        for piece, (names, number) in zip(bank, self._names_by_piece(leaves), strict=True):
             if not names:
-                filled.append(held)
+                filled.append(piece)
                 continue
             scales = {name: ratios[name][number] for name in names if name in ratios}
             rows = {name: windows[self._rows[name]] for name in names}
             at = {name: np.int32(self._leaf_row(name, number)) for name in names}
-            new, good = self._put(held, {n: leaves[n] for n in names}, rows, scales, at, np.int32(slot))
-            filled.append(new)
+            filled_piece, good = self._put(piece, {n: leaves[n] for n in names}, rows, scales, at, np.int32(slot))
+            filled.append(filled_piece)
             finite.append(good)
         return filled, finite
 
@@ -198,9 +198,9 @@ class GenerationPrograms:
         self, bank: Leaves, leaves: Leaves, windows: dict[str, Array], ratios: dict[str, Array], at: dict[str, Array],
         slot: Array,
     ) -> tuple[Leaves, Array]:  # fmt: skip
-        taken, good = self._take_leaves(leaves, windows, ratios, at), []
+        views, good = self._take_leaves(leaves, windows, ratios, at), []
         filled = {}
-        for name, leaf in taken.items():
+        for name, leaf in views.items():
             good.append(jnp.isfinite(leaf).all())
             leaf = jnp.where(jnp.isfinite(leaf), leaf, 0)
             axis = _slot_axis(name, leaf.ndim)
@@ -210,14 +210,14 @@ class GenerationPrograms:
     def _take_leaves(
         self, leaves: Leaves, windows: dict[str, Any], ratios: dict[str, Any], at: dict[str, Any]
     ) -> Leaves:
-        taken = {}
+        views = {}
         for name, leaf in leaves.items():
             view = lv.view(leaf, self._layout.columns[name], at[name], jnp.asarray(windows[name]))
             if name in ratios:
                 view = view * ratios[name].reshape(-1, *(1,) * (view.ndim - 1))
             view = view.astype(self._parts.dtype) if self._plain and not name.startswith(TOKENS) else view
-            taken[name.removeprefix(LAYERS)] = view.swapaxes(0, _slot_axis(name, view.ndim))
-        return taken
+            views[name.removeprefix(LAYERS)] = view.swapaxes(0, _slot_axis(name, view.ndim))
+        return views
 
     def slots(self, specs: Sequence[AdapterSpec | None]) -> Slots:
         """Returns what the adapters in some slots are."""
@@ -270,8 +270,8 @@ class GenerationPrograms:
         x_TD, scale = embed(gather(table, self._table_axis), tokens_T), self._parts.model.embedding_scale
         if values_SDm is not None:
             is_token_Tm = (ids_Sm[slot_T] == tokens_T[:, None]) & (slot_T >= 0)[:, None]
-            new_TD = values_SDm[slot_T, :, jnp.argmax(is_token_Tm, 1)].astype(x_TD.dtype)
-            x_TD = jnp.where(is_token_Tm.any(1)[:, None], new_TD, x_TD)
+            trained_TD = values_SDm[slot_T, :, jnp.argmax(is_token_Tm, 1)].astype(x_TD.dtype)
+            x_TD = jnp.where(is_token_Tm.any(1)[:, None], trained_TD, x_TD)
         return scaled_embedding(x_TD, scale)
 
     def _own_inputs(self, weights: Mapping[str, Array], tokens_T: Array, x_TD: Array) -> Array:
@@ -284,15 +284,15 @@ class GenerationPrograms:
     def _next_inputs(self, at: Position, slots: Slots) -> tuple[Inputs, Position]:
         """Returns the inputs of the next tokens, and where those after them are."""
         B = len(at.position_B)
-        number_B, used_B = jnp.arange(B, dtype=jnp.int32), at.position_B >= 0
+        number_B, in_use_B = jnp.arange(B, dtype=jnp.int32), at.position_B >= 0
         at_B = jnp.maximum(at.position_B, 0)
         block_B1 = jnp.minimum(at_B // BLOCK, at.tables_BM.shape[1] - 1)[:, None]
         cell_B = jnp.take_along_axis(at.tables_BM, block_B1, 1)[:, 0] * BLOCK + at_B % BLOCK
-        cell_B = jnp.where(used_B & (at_B < at.limit_B), cell_B, jnp.iinfo(jnp.int32).max)
+        cell_B = jnp.where(in_use_B & (at_B < at.limit_B), cell_B, jnp.iinfo(jnp.int32).max)
         rows = CachedRows(position_T=at.position_B, cell_T=cell_B, tables_GM=at.tables_BM, decoding=True)
         segments = Segments(ids=number_B, offsets=jnp.arange(B + 1, dtype=jnp.int32), lengths=at_B + 1)
         inputs = self._inputs(rows, segments, slots, at.slot_B, row_adapters.NAME)
-        return inputs, at._replace(position_B=jnp.where(used_B, at_B + 1, -1))
+        return inputs, at._replace(position_B=jnp.where(in_use_B, at_B + 1, -1))
 
     def _inputs(self, rows: CachedRows, segments: Segments, slots: Slots, table: Array, implementation: Any) -> Inputs:
         lora = None
@@ -321,11 +321,11 @@ class GenerationPrograms:
         reads_blocks = inputs.layers.cached.reads_blocks
         if earlier and reads_blocks:
             x = Stream(activations(x), {module: {"after": cache} for module, cache in earlier.items()})
-        written, first = [], x
+        filled_caches, first = [], x
         for offset, (stored, leaves, cache) in enumerate(zip(frozen, lora, caches, strict=True)):
             x, cache = self._layer(stored, leaves, cache, number + offset, x, inputs)
-            written.append(cache)
-        return activations(x) if reads_blocks else added(x, first), written
+            filled_caches.append(cache)
+        return activations(x) if reads_blocks else added(x, first), filled_caches
 
     def _run_layer(
         self, stored: StoredWeights, leaves: Leaves, cache: Cache, number: Array, x: Array | Stream, inputs: Inputs
@@ -398,11 +398,11 @@ class GenerationPrograms:
             return logits_BV
         S, D, m = values_SDm.shape
         values_DSm = values_SDm.swapaxes(0, 1).reshape(D, S * m).astype(hidden_BD.dtype)
-        new_BSm = logits(hidden_BD, values_DSm, model).reshape(-1, S, m)
+        trained_BSm = logits(hidden_BD, values_DSm, model).reshape(-1, S, m)
         rows_B = jnp.arange(len(x_BD))
         ids_Bm = jnp.where((slot_B >= 0)[:, None], ids_Sm[slot_B], -1)
         ids_Bm = jnp.where(ids_Bm >= 0, ids_Bm, model.vocab_size)
-        return logits_BV.at[rows_B[:, None], ids_Bm].set(new_BSm[rows_B, slot_B], mode="drop")
+        return logits_BV.at[rows_B[:, None], ids_Bm].set(trained_BSm[rows_B, slot_B], mode="drop")
 
     def _jit_score(self, listed: int) -> Any:
         """The program that scores tokens of prompts, with their most probable ones."""

@@ -46,18 +46,18 @@ def read_rows(lines: Iterable[str], adapters: Sequence[str], sampling: Sampling,
     Raises:
         DataError, ErrorList: `generate.row`: rows that are no objects, or hold neither a prompt nor messages.
     """
-    read, errors = [], []
+    file_rows, errors = [], []
     rows = parse_csv(name, "".join(lines)).values if name.lower().endswith(".csv") else lines
     for number, row in enumerate(rows, 1):
         if not isinstance(row, str) or row.strip():
             try:
-                read.append(_read_row(row, adapters, sampling, f"{name}, row {number}"))
+                file_rows.append(_read_row(row, adapters, sampling, f"{name}, row {number}"))
             except LoraFusionError as problem:
                 errors.append(problem)
     raise_all(errors[:20])
-    if not read:
+    if not file_rows:
         raise DataError("generate.row", f"{name} holds no prompts.", fix='rows such as {"prompt": "…"}')
-    return read
+    return file_rows
 
 
 def _read_row(line: str | dict, adapters: Sequence[str], sampling: Sampling, where: str) -> FileRow:

@@ -96,7 +96,7 @@ def check_requests(requests: Sequence[Request], model: ModelConfig) -> None:
     errors: list[LoraFusionError] = []
     for request in requests:
         length, where, sampling = len(request.tokens), request.where, request.sampling
-        listed = {
+        tokens_by_name = {
             "its stop_tokens": sampling.stop_tokens or (),
             "its allowed_tokens": sampling.allowed_tokens or (),
             "its logit_bias": tuple(sampling.logit_bias),
@@ -111,7 +111,7 @@ def check_requests(requests: Sequence[Request], model: ModelConfig) -> None:
         elif length >= model.positions:
             message = f"{where} has {length} tokens, and the model knows {model.positions} positions."
             errors.append(CheckpointError("generate.too-long", message, fix="a shorter prompt"))
-        for name, tokens in listed.items():
+        for name, tokens in tokens_by_name.items():
             if outside := [token for token in tokens if not 0 <= token < model.vocab_size]:
                 message = f"{where}: {name} has {outside[0]}, and the model has tokens 0 to {model.vocab_size - 1}."
                 errors.append(ConfigError("generate.token", message, fix="the tokens of this base's tokenizer"))

@@ -45,9 +45,9 @@ class RowAdapters:
         b = ops.lora(i)[1].astype(x.dtype)
         A, R, N = b.shape
         s_TAR = s_TC.astype(x.dtype).astype(jnp.float32).reshape(-1, A, R) * ops.scale[:, None]
-        own_TC = jnp.where(mine_TA1, s_TAR, 0.0).astype(x.dtype).reshape(-1, A * R)
+        masked_TC = jnp.where(mine_TA1, s_TAR, 0.0).astype(x.dtype).reshape(-1, A * R)
         low_TN = jnp.matmul(
-            own_TC, b.reshape(A * R, N), precision=_precision(x.dtype), preferred_element_type=y_TN.dtype
+            masked_TC, b.reshape(A * R, N), precision=_precision(x.dtype), preferred_element_type=y_TN.dtype
         )
         return y_TN + low_TN
 

@@ -66,7 +66,7 @@ def _edits(sequences: Sequence[Running], rows: int) -> dict[str, Any]:
     samplings = {sequence.row: sequence.request[0].sampling for sequence in sequences}
     allowed = {row: sampling.allowed_tokens or () for row, sampling in samplings.items()}
     biases = {row: tuple(sampling.logit_bias.items()) for row, sampling in samplings.items()}
-    seen = {s.row: s.tokens if samplings[s.row].repetition_penalty != 1 else () for s in sequences}
+    penalty_tokens = {s.row: s.tokens if samplings[s.row].repetition_penalty != 1 else () for s in sequences}
 
     def table(lists: Mapping[int, Sequence[Any]], fill: Any, dtype: Any) -> np.ndarray:
         array = np.full((rows, power_of_two(max(map(len, lists.values())))), fill, dtype)
@@ -83,4 +83,4 @@ def _edits(sequences: Sequence[Running], rows: int) -> dict[str, Any]:
         table({row: [token for token, _ in bias] for row, bias in biases.items()}, -1, np.int32),
         table({row: [value for _, value in bias] for row, bias in biases.items()}, 0.0, np.float32),
     )  # fmt: skip
-    return {"edits": edits, "seen_BL": table(seen, -1, np.int32)}
+    return {"edits": edits, "seen_BL": table(penalty_tokens, -1, np.int32)}

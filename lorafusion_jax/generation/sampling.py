@@ -79,7 +79,7 @@ class Sampling:
 
     def _errors(self) -> Iterable[LoraFusionError]:
         least = 1 if self.prompt_logprobs is None else 0
-        listed = f"a whole number from 0 to {MOST_LISTED}"
+        listing_range = f"a whole number from 0 to {MOST_LISTED}"
         checks = (
             ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= least, f"a whole number from {least}"),
             ("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number from 0"),
@@ -100,12 +100,12 @@ class Sampling:
                 self.allowed_tokens is None or (_are_ids(self.allowed_tokens) and bool(self.allowed_tokens)),
                 "token ids, at least one, or None",
             ),
-            ("logprobs", _is_int(self.logprobs) and 0 <= self.logprobs <= MOST_LISTED, listed),
+            ("logprobs", _is_int(self.logprobs) and 0 <= self.logprobs <= MOST_LISTED, listing_range),
             (
                 "prompt_logprobs",
                 self.prompt_logprobs is None
                 or (_is_int(self.prompt_logprobs) and 0 <= self.prompt_logprobs <= MOST_LISTED),
-                f"{listed}, or None",
+                f"{listing_range}, or None",
             ),
             (
                 "prompt_last",
@@ -113,9 +113,9 @@ class Sampling:
                 "a whole number from 1, or None",
             ),
         )
-        for name, holds, wanted in checks:
+        for name, holds, valid_values in checks:
             if not holds:
-                message = f"{name} must be {wanted}, not {getattr(self, name)!r}."
+                message = f"{name} must be {valid_values}, not {getattr(self, name)!r}."
                 yield ConfigError("generate.setting", message)
 
 

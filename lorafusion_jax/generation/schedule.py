@@ -149,7 +149,7 @@ class Scheduler:
         """
         admissions: list[Admission] = []
         leaders: dict[tuple, Running] = {}
-        read = 0
+        prompt_tokens = 0
         while self._waiting and self._free_rows:
             sequence = self._waiting[0][1]
             key = (sequence.root, tuple(sequence.tokens))
@@ -162,7 +162,7 @@ class Scheduler:
                 blocks, node, start = leader.blocks[:full], leader.node, len(sequence.tokens)
                 self.pool.share(blocks)
             missing = self._num_blocks(sequence, steps) - len(blocks)
-            too_long = read and read + len(sequence.tokens) - start > most_tokens
+            too_long = prompt_tokens and prompt_tokens + len(sequence.tokens) - start > most_tokens
             slot = None if too_long or missing > self.pool.num_free else self._acquire(sequence)
             if slot is None:
                 self.pool.release(blocks)
@@ -174,7 +174,7 @@ class Scheduler:
             sequence.stored = len(sequence.tokens)
             self.running[sequence.row] = sequence
             admissions.append(Admission(sequence=sequence, start=start, leader=leader))
-            read += len(sequence.tokens) - start
+            prompt_tokens += len(sequence.tokens) - start
             if leader is None:
                 self.remember(sequence)
                 leaders[key] = sequence

@@ -77,20 +77,20 @@ def find_source(
     """
     path = Path(source)
     if (path / CONFIG).is_file():
-        chosen = _of_run(RunFolder(path), adapters, base, step)
+        origin = _of_run(RunFolder(path), adapters, base, step)
     elif step is not None:
         raise ConfigError("generate.source", f"step={step} needs a run folder, and {source} is none.")
     elif (path / CONFIG_FILE).is_file():
-        chosen = _of_folder(path, base)
+        origin = _of_folder(path, base)
     elif (path / "config.json").is_file() or not path.exists():
         fix = "a run folder, a PEFT folder, a model folder, or org/name of a hub"
-        chosen = Source(base=find_base(Path(), str(source if base is None else base), fix=fix), adapters=(), asked=())
+        origin = Source(base=find_base(Path(), str(source if base is None else base), fix=fix), adapters=(), asked=())
     else:
         message = f"{source} is neither a run, nor an adapter, nor a model."
         why = f"it has no {CONFIG}, {CONFIG_FILE} or config.json"
         raise CheckpointError("generate.source", message, why=why, fix="lorafusion generate RUN 'a prompt'")
-    chosen = _with_asked(chosen, adapters)
-    return replace(chosen, dtype=dtype or chosen.dtype, quantize=quantize or chosen.quantize)
+    origin = _with_asked(origin, adapters)
+    return replace(origin, dtype=dtype or origin.dtype, quantize=quantize or origin.quantize)
 
 
 def _of_run(run: RunFolder, adapters: Sequence[str], base: str | Path | None, step: int | None) -> Source:
@@ -99,12 +99,12 @@ def _of_run(run: RunFolder, adapters: Sequence[str], base: str | Path | None, st
     for name in adapters:
         if name not in (*names, BASE_NAME) and "=" not in name:
             raise unknown_adapter(name, names)
-    wanted = [name for name in adapters if name in names]
+    selection = [name for name in adapters if name in names]
     sources = []
-    for name in wanted or ([] if adapters else names):
+    for name in selection or ([] if adapters else names):
         folder = run.latest(name) if step is None else run.adapter_step(name, step)
         if folder is None or not folder.is_dir():
-            if not wanted and step is None:
+            if not selection and step is None:
                 continue  # it has not been saved yet, and nobody named it
             at = "yet" if step is None else f"of step {step}"
             raise CheckpointError(
@@ -148,22 +148,22 @@ def _of_folder(folder: Path, base: str | Path | None) -> Source:
 
 def _with_asked(source: Source, adapters: Sequence[str]) -> Source:
     """Adds adapters of the form NAME=FOLDER, and checks that all names exist."""
-    known = {adapter.name: adapter for adapter in source.adapters}
-    asked = []
+    adapter_by_name = {adapter.name: adapter for adapter in source.adapters}
+    selection = []
     for text in adapters:
         name, equals, folder = text.partition("=")
         if equals and not (Path(folder) / CONFIG_FILE).is_file():
             message = f"there is no adapter in {folder or 'no folder'}."
             raise CheckpointError("generate.unknown-adapter", message, where=text, fix=f"a folder with {CONFIG_FILE}")
-        if equals and (name in known or name == BASE_NAME or not name):
+        if equals and (name in adapter_by_name or name == BASE_NAME or not name):
             raise ConfigError("generate.unknown-adapter", f"'{name}' names another adapter.", where=text)
         if equals:
-            known[name] = AdapterSource(name=name, folder=Path(folder))
-        elif name != BASE_NAME and name not in known:
-            raise unknown_adapter(name, known)
-        asked.append(name)
-    names = tuple(dict.fromkeys(asked)) or source.asked or (BASE_NAME,)
-    return replace(source, adapters=tuple(known.values()), asked=names)
+            adapter_by_name[name] = AdapterSource(name=name, folder=Path(folder))
+        elif name != BASE_NAME and name not in adapter_by_name:
+            raise unknown_adapter(name, adapter_by_name)
+        selection.append(name)
+    names = tuple(dict.fromkeys(selection)) or source.asked or (BASE_NAME,)
+    return replace(source, adapters=tuple(adapter_by_name.values()), asked=names)
 
 
 def unknown_adapter(name: str, known: Sequence[str] | dict, where: str = "") -> ConfigError:
