@@ -133,9 +133,9 @@ class _Lane:
     def end(self) -> None:
         with self._changed:
             self._ended.set()
-            waiting, self._waiting = self._waiting, {}
+            queues, self._waiting = self._waiting, {}
             self._changed.notify()
-        for requests in waiting.values():
+        for requests in queues.values():
             for request in requests:
                 request.answer.cancel()
         if (process := self._process) is not None:

@@ -47,15 +47,15 @@ class Completions:
         worker = self._hub.connections.get(group)
         if worker is None:
             return None
-        made = Completion(
+        completion = Completion(
             id=secrets.token_hex(12), worker=worker, events=asyncio.Queue(), loop=asyncio.get_running_loop()
         )
-        message = {"command": "complete", "future": made.id, "folder": folder, "values": values}
+        message = {"command": "complete", "future": completion.id, "folder": folder, "values": values}
         with self._lock:
-            self._running[made.id] = made
+            self._running[completion.id] = completion
         if await asyncio.wrap_future(self._sender.submit(self._hub.send, group, message)):
-            return made
-        self.end(made)
+            return completion
+        self.end(completion)
         return None
 
     async def next(self, completion: Completion) -> Message | None:

@@ -171,8 +171,8 @@ class Controller:
         """Place of a session → job."""
         with self._db.read() as connection:
             on_worker = self._jobs.in_states(connection, *ON_WORKER)
-        taken = {job["place"]: job["id"] for job in on_worker if job["group"] == group}
-        return {place: taken.get(place) for place in range(len(self.layout(group).ranks))}
+        job_by_place = {job["place"]: job["id"] for job in on_worker if job["group"] == group}
+        return {place: job_by_place.get(place) for place in range(len(self.layout(group).ranks))}
 
     def base_of(self, group: str) -> str:
         """Name of the base of a session."""
@@ -239,13 +239,13 @@ class Controller:
             limits = user_limits(connection)
         ready = {name: session.trains for name, session in self._sessions.items()}
         self._scheduler.count_hosts(self._launcher.hosts)
-        wanted = self._scheduler.decide(rows, ready, limits)
+        configuration = self._scheduler.decide(rows, ready, limits)
         self._pace.note(rows)
-        self._record(wanted)
+        self._record(configuration)
         self._record_problem()
-        self._arrange_sessions(wanted)
-        self._preempt(rows, wanted)
-        self._place(rows, wanted)
+        self._arrange_sessions(configuration)
+        self._preempt(rows, configuration)
+        self._place(rows, configuration)
         for session in self._sessions.values():
             session.send()
         if self._streams is not None:
@@ -281,8 +281,8 @@ class Controller:
             if self._drain(name):
                 self._sessions.pop(name).remove()
         for name, plan in wanted.sessions.items():
-            others = [session for session in self._sessions.values() if session.group != name]
-            if name not in self._sessions and not any(_share_gpus(session.plan, plan) for session in others):
+            neighbours = [session for session in self._sessions.values() if session.group != name]
+            if name not in self._sessions and not any(_share_gpus(session.plan, plan) for session in neighbours):
                 self._sessions[name] = self._new_session(name, plan)
         for name, session in self._sessions.items():
             try:
@@ -307,14 +307,14 @@ class Controller:
 
     def _preempt(self, rows: list[Job], wanted: Configuration) -> None:
         """Takes jobs off sessions in which they shall not train."""
-        tried = jobs_tried_alone(rows, wanted.group)
+        lone_jobs = jobs_tried_alone(rows, wanted.group)
         for job in rows:
             if job["state"] not in ("starting", "running"):
                 continue
             if wanted.group.get(job["id"]) != job["group"]:
                 self._ask_to_leave(job, "it shall train elsewhere, or wait")
-            elif tried.get(job["group"], job["id"]) != job["id"]:
-                self._ask_to_leave(job, f"{tried[job['group']]} is tried alone, because its worker was lost")
+            elif lone_jobs.get(job["group"], job["id"]) != job["id"]:
+                self._ask_to_leave(job, f"{lone_jobs[job['group']]} is tried alone, because its worker was lost")
 
     def _ask_to_leave(self, job: Job, why: str) -> None:
         if job["state"] != "draining":
@@ -341,11 +341,11 @@ class Controller:
     def _check_new(self) -> None:
         with self._db.read() as connection:
             rows = self._jobs.unchecked(connection, [*self._settings.bases])
-        asked = Counter(self._checking.values())
+        checks = Counter(self._checking.values())
         for name, owner in rows:
-            if name in self._checking or asked[owner] >= MOST_CHECKS:
+            if name in self._checking or checks[owner] >= MOST_CHECKS:
                 continue
-            asked[owner] += 1
+            checks[owner] += 1
             self._checking[name] = owner
             with self._db.read() as connection:
                 job = self._jobs.get(connection, name)
@@ -432,10 +432,10 @@ class Controller:
         with self._db.read() as connection:
             drained = set(connection.execute(select(t.groups.c.id).where(t.groups.c.drained)).scalars())
             on_worker = self._jobs.in_states(connection, *ON_WORKER)  # also those that leave, to pause or to end
-        taken: dict[str, set[int]] = {}
+        occupied: dict[str, set[int]] = {}
         for job in on_worker:
-            taken.setdefault(job["group"], set()).add(job["place"])  # None: it is being written
-        tried = jobs_tried_alone(rows, wanted.group)
+            occupied.setdefault(job["group"], set()).add(job["place"])  # None: it is being written
+        lone_jobs = jobs_tried_alone(rows, wanted.group)
         layouts = {name: Places.of(session.plan.places) for name, session in self._sessions.items() if session.trains}
         for job in rows:
             group = wanted.group.get(job["id"], "")
@@ -444,9 +444,9 @@ class Controller:
             plan = self._sessions[group].plan
             if wanted.sessions.get(group) != plan or plan.base != job["base"]:
                 continue  # it ends
-            if group in tried and (tried[group] != job["id"] or taken.get(group)):
+            if group in lone_jobs and (lone_jobs[group] != job["id"] or occupied.get(group)):
                 continue
-            place = layouts[group].find(kind_of(job["spec"]), job["rank"], taken.get(group, set()))
+            place = layouts[group].find(kind_of(job["spec"]), job["rank"], occupied.get(group, set()))
             if place is None:
                 continue
             later = states_beyond(self._settings.job(job["id"]) / "state", job["state_step"])
@@ -458,7 +458,7 @@ class Controller:
                     self._db.add_event(connection, "earlier-state", job["owner"], job["id"], data)
                 text = f"{job['id']} ({job['name']} of {job['owner']}) starts in place {place} of {group}"
                 connection.execute(t.decisions.insert().values(at=time.time(), text=text))
-                taken.setdefault(group, set()).add(place)
+                occupied.setdefault(group, set()).add(place)
 
     def _take(self, source: Connection, event: Message) -> None:
         """Takes an event of a worker. A job whose event cannot be taken fails, and its worker drops it."""
@@ -514,12 +514,12 @@ def jobs_tried_alone(rows: Sequence[Job], group: Mapping[str, str]) -> dict[str,
     Args:
         group: job → its session.
     """
-    tried: dict[str, Job] = {}
+    job_by_session: dict[str, Job] = {}
     for job in filter(is_suspect, rows):
         name = group.get(job["id"], "")
-        if name not in tried or (job["state"] in ON_WORKER and tried[name]["state"] not in ON_WORKER):
-            tried[name] = job
-    return {name: job["id"] for name, job in tried.items() if name}
+        if name not in job_by_session or (job["state"] in ON_WORKER and job_by_session[name]["state"] not in ON_WORKER):
+            job_by_session[name] = job
+    return {name: job["id"] for name, job in job_by_session.items() if name}
 
 
 def _may_run(job: Job) -> bool:

@@ -114,11 +114,11 @@ class Hub:
     def _accept(self) -> None:
         while not self._ended.is_set():
             try:
-                accepted, _ = self._listener.accept()
+                peer, _ = self._listener.accept()
             except OSError as problem:  # no descriptors are left; a connection ended before it was accepted
                 self._pause(problem)
                 continue
-            number, wire = next(self._numbers), Wire(accepted)
+            number, wire = next(self._numbers), Wire(peer)
             self._greeting[number] = wire
             for oldest in list(self._greeting)[:-MOST_GREETING]:  # a worker says hello at once; these have not
                 if (silent := self._greeting.pop(oldest, None)) is not None:
@@ -167,9 +167,9 @@ class Hub:
         if not hmac.compare_digest(str(hello.get("secret", "")).encode(), self.secret.encode()):
             wire.send({"refused": "another secret than that of the service"})
             return None
-        admitted = self._admit(hello)
-        if isinstance(admitted, str):
-            wire.send({"refused": admitted})
+        answer = self._admit(hello)
+        if isinstance(answer, str):
+            wire.send({"refused": answer})
             return None
         connection = Connection(
             number=number,
@@ -179,12 +179,12 @@ class Hub:
             wire=wire,
             holds=hello["jobs"],
             last=hello["last"],
-            taken=admitted,
+            taken=answer,
         )
-        wire.send({"received": admitted})
+        wire.send({"received": answer})
         with self._changing:
-            other = self.connections.get(connection.group)
-            if other is not None and other.number > number:
+            predecessor = self.connections.get(connection.group)
+            if predecessor is not None and predecessor.number > number:
                 return None  # the worker has given this one up
             self.connections[connection.group] = connection
         return connection

@@ -69,8 +69,8 @@ class PolicyScheduler:
         self._workers = [
             Worker(name, settings.gpus, settings.memory_gib, settings.device) for name in host_names(settings.hosts)
         ]
-        chosen = make_policy(policy, rates) if isinstance(policy, str) else policy
-        self._cluster = LiveCluster(self._workers, rates, policy=chosen)
+        policy_object = make_policy(policy, rates) if isinstance(policy, str) else policy
+        self._cluster = LiveCluster(self._workers, rates, policy=policy_object)
         self._settings, self._clock, self._began = settings, clock, clock() - PAST_S
         self._epoch = time.time() - PAST_S  # wall clock of the policy's second 0
         self._limits: Mapping[str, Limits] = {}
@@ -107,10 +107,10 @@ class PolicyScheduler:
         if up is None:
             return
         cluster, self._most_hosts = self._cluster, max(self._most_hosts, min(up, len(self._workers)))
-        trained = [(group.worker, self._ready[name]) for name, group in cluster.groups.items() if name in self._opened]
-        trains = Counter(host for host, is_ready in trained if is_ready)
-        lost = sorted({host for host, is_ready in trained if not is_ready}, key=lambda host: (trains[host], host))
-        down = frozenset([*sorted(cluster.down), *lost][: self._most_hosts - up])
+        states = [(group.worker, self._ready[name]) for name, group in cluster.groups.items() if name in self._opened]
+        trains = Counter(host for host, is_ready in states if is_ready)
+        suspects = sorted({host for host, is_ready in states if not is_ready}, key=lambda host: (trains[host], host))
+        down = frozenset([*sorted(cluster.down), *suspects][: self._most_hosts - up])
         if down != cluster.down:
             cluster.set_down(down, now)
             self._hosts_changed = True
@@ -128,34 +128,34 @@ class PolicyScheduler:
             self._ask(rows, ready, now)
         if self._answer is not None and not self._answer.done():
             return Configuration(sessions=self._sessions, group=self._members, refused=late)
-        texts, refused = self._decided()
-        return Configuration(sessions=self._sessions, group=self._members, decisions=texts, refused=[*late, *refused])
+        texts, refusals = self._decided()
+        return Configuration(sessions=self._sessions, group=self._members, decisions=texts, refused=[*late, *refusals])
 
     def _ask(self, rows: Sequence[Row], ready: Mapping[str, bool], now: float) -> None:
         """Tells the policy what has happened, and asks it if that is a reason to."""
         cluster = self._cluster
-        changed = self._tell_users(rows, now) | self._tell_jobs(rows, now) | self._tell_sessions(ready, now)
-        changed, self._hosts_changed = changed or self._hosts_changed, False
+        has_news = self._tell_users(rows, now) | self._tell_jobs(rows, now) | self._tell_sessions(ready, now)
+        has_news, self._hosts_changed = has_news or self._hosts_changed, False
         if now - self._report >= REPORT_S:
             self._report = now
             for name, row in self._rows.items():
                 cluster.progress(name, row["step"], now)
         waits = any(state.group is None for state in cluster.jobs.values())
-        if changed or (waits and now - self._tick >= (RETRY_S if self._refused else TICK_S)):
+        if has_news or (waits and now - self._tick >= (RETRY_S if self._refused else TICK_S)):
             self._tick, self._answer = now, _in_thread(lambda: cluster.decide(now))
             wait([self._answer], QUICK_S)
 
     def _decided(self) -> tuple[list[str], list[tuple[str, str]]]:
         """Takes what the policy has decided: texts, and refusals."""
         cluster, texts = self._cluster, list[str]()
-        refused = [(refusal.policy, refusal.why) for refusal in cluster.refusals[self._told :]]
+        refusals = [(refusal.policy, refusal.why) for refusal in cluster.refusals[self._told :]]
         if self._answer is not None:
-            answer, self._answer, self._refused = self._answer, None, bool(refused)
+            answer, self._answer, self._refused = self._answer, None, bool(refusals)
             texts = [str(decision) for decision in answer.result()]
             self._sessions = {name: self._plan(group) for name, group in cluster.groups.items()}
         self._told = len(cluster.refusals)
         self._members = {name: group.name for group in cluster.groups.values() for name in group.members}
-        return texts, refused
+        return texts, refusals
 
     def _replace_policy(self, rows: Sequence[Row], now: float) -> None:
         """Goes on with a simpler policy. The earlier one may never answer, and nobody waits for it."""
@@ -189,49 +189,49 @@ class PolicyScheduler:
 
     def _tell_jobs(self, rows: Sequence[Row], now: float) -> bool:
         present = {row["id"]: row for row in rows if row["base"] in self._shapes}  # others wait for their base
-        gone = [name for name in self._rows if name not in present]
-        for name in gone:
+        absent = [name for name in self._rows if name not in present]
+        for name in absent:
             del self._rows[name]
             self._cluster.leave(name, now)
-        new = [row for name, row in present.items() if name not in self._rows]
-        for row in sorted(new, key=lambda row: (row["created"], row["id"])):
+        arrivals = [row for name, row in present.items() if name not in self._rows]
+        for row in sorted(arrivals, key=lambda row: (row["created"], row["id"])):
             try:
                 waited_s = self._policy_s(time.time(), now) - self._policy_s(row["queued"], now)
                 self._cluster.arrive(self._job(row, now), now, row["step"], waited_s=waited_s)
             except PlanError:
                 del present[row["id"]]  # refused when it was checked, or the service has other GPUs now
-        changed = [row for name, row in present.items() if _asks(row) != _asks(self._rows.get(name, row))]
-        for row in changed:
+        revisions = [row for name, row in present.items() if _asks(row) != _asks(self._rows.get(name, row))]
+        for row in revisions:
             self._cluster.revise(self._job(row, now), now)
         self._rows = present
-        return bool(gone or new or changed)
+        return bool(absent or arrivals or revisions)
 
     def _tell_users(self, rows: Sequence[Row], now: float) -> bool:
         """Passes on what users have a right to; whether that has changed."""
         limits = {row["owner"]: self._limits.get(row["owner"], Limits()) for row in rows}
-        changed = [name for name, of_user in limits.items() if self._users.get(name, Limits()) != of_user]
-        for name in changed:
+        users = [name for name, of_user in limits.items() if self._users.get(name, Limits()) != of_user]
+        for name in users:
             self._users[name] = limits[name]
             self._cluster.set_user(User(name, limits[name].share, limits[name].places), now)
-        return bool(changed)
+        return bool(users)
 
     def order(self, rows: Sequence[Row], limits: Mapping[str, Limits]) -> list[Row]:
         return [row for row in rows if row["state"] == "queued"]
 
     def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
         groups = [*self._cluster.groups.values()]
-        used = sum(len(group.gpus) for group in groups if group.members)
+        busy_gpus = sum(len(group.gpus) for group in groups if group.members)
         gpus = sum(worker.gpus for worker in self._workers if worker.name not in self._cluster.down)
         if row["id"] in self._members:
             return f"its session {self._members[row['id']]} opens, or makes room for it"
-        return f"{used} of {gpus} GPUs train other jobs, which the policy holds to be worth more now"
+        return f"{busy_gpus} of {gpus} GPUs train other jobs, which the policy holds to be worth more now"
 
     def _policy_s(self, at: float | None, now: float) -> float:
         """A time of the wall clock on the policy's clock; now if there is none, or if it has not come."""
         return now if at is None else min(now, max(0.0, at - self._epoch))
 
     def _tell_sessions(self, ready: Mapping[str, bool], now: float) -> bool:
-        changed = False
+        has_news = False
         for name in list(self._cluster.groups):
             before, is_ready = self._ready.get(name, False), ready.get(name, False)
             since = self._asked.setdefault(name, now)
@@ -240,20 +240,20 @@ class PolicyScheduler:
                 self._opened.add(name)
             if is_ready and not before:
                 self._cluster.ready(name, now)
-                changed = True
+                has_news = True
             elif not is_ready and now - since > OPEN_S:  # its host may be gone
                 self._cluster.lose(name, now)
-                changed = True
+                has_news = True
             self._ready[name] = is_ready
         self._asked = {name: since for name, since in self._asked.items() if name in self._cluster.groups}
         self._ready = {name: state for name, state in self._ready.items() if name in self._cluster.groups}
         self._opened &= self._cluster.groups.keys()
-        return changed
+        return has_news
 
     def _job(self, row: Row, now: float) -> Job:
         spec = row["spec"]
         targets = spec["lora"].get("targets")
-        named = tuple(name for name in LINEARS if name in targets) if isinstance(targets, list) else LINEARS
+        linears = tuple(name for name in LINEARS if name in targets) if isinstance(targets, list) else LINEARS
         arrival_s, deadline = self._policy_s(row.get("created"), now), row.get("deadline")
         deadline_s = None if deadline is None else max(arrival_s, deadline - self._epoch)
         train = self._settings.train if spec["data"].get("eval") else {}
@@ -267,7 +267,7 @@ class PolicyScheduler:
             row["steps"],
             rank=row["rank"],
             weight=row["weight"],
-            targets=named or LINEARS,
+            targets=linears or LINEARS,
             priority=row["priority"],
             deadline_s=deadline_s,
             max_slowdown=spec.get("max_slowdown") or MAX_SLOWDOWN,
@@ -297,14 +297,14 @@ def _asks(row: Row) -> tuple[float, int, float | None]:
 
 def _enlarged(classes: dict[str, int], rows: Sequence[Row]) -> dict[str, int]:
     """Adds places for adapters that find none."""
-    taken: set[int] = set()
+    occupied: set[int] = set()
     for row in sorted(rows, key=lambda row: (-row["rank"], row["id"])):
         kind, rank = kind_of(row["spec"]), row["rank"]
-        place = Places.of(classes).find(kind, rank, taken)
+        place = Places.of(classes).find(kind, rank, occupied)
         if place is None:
             name = class_name(kind, rank_class([rank]))
             return _enlarged(classes | {name: classes.get(name, 0) + 1}, rows)
-        taken.add(place)
+        occupied.add(place)
     return classes
 
 

@@ -84,8 +84,8 @@ class Driver:
         """
         for room in self._rooms(earlier):
             self._remove_room(room)
-        needed = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
-        room = self._util.placement_group([needed], strategy="STRICT_PACK", name=name, lifetime="detached")
+        bundle = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
+        room = self._util.placement_group([bundle], strategy="STRICT_PACK", name=name, lifetime="detached")
         strategies = import_module("ray.util.scheduling_strategies")
         actor = (
             self._ray.remote(Supervisor)
@@ -122,8 +122,8 @@ class Driver:
         """Whether a worker, its actor or its node has ended."""
         if name not in self._actors and not self.find(name):
             return True
-        ended, _ = self._ray.wait([self._actors[name][1]], timeout=seconds)
-        return bool(ended)
+        refs, _ = self._ray.wait([self._actors[name][1]], timeout=seconds)
+        return bool(refs)
 
     def terminate(self, name: str) -> None:
         if name in self._actors or self.find(name):

@@ -29,16 +29,16 @@ def render_rows(request: dict[str, Any]) -> dict[str, Any]:
         return _refuse(f"the file cannot be read: {type(problem).__name__}")
     if not isinstance(rows, list) or not isinstance(template, str) or len(rows) > MOST_ROWS:
         return _refuse("the data must be a list of rows, and the prompt a mapping with the text `template`")
-    made = []
+    texts = []
     try:
         for row in rows[: request["most"]]:
-            made += [_render_row(template, row, request["type"])]
+            texts += [_render_row(template, row, request["type"])]
     except ValueError as problem:
-        return _refuse(f"row {len(made)}: {str(problem).splitlines()[0]}")
+        return _refuse(f"row {len(texts)}: {str(problem).splitlines()[0]}")
     if request["to"] is None:
-        return {"problems": [], "rows": made}
+        return {"problems": [], "rows": texts}
     with Path(request["to"]).open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in made)
+        file.writelines(json.dumps(row) + "\n" for row in texts)
     return {"problems": [], "rows": []}
 
 
@@ -47,8 +47,8 @@ def _render_row(template: str, row: Any, kind: str) -> dict[str, str]:
     if kind == "instruction":
         return {"text": render(template, {"data_point": row})}
     chosen, rejected = (render(template, {"data_point": row, "is_chosen": is_chosen}) for is_chosen in (True, False))
-    shared = os.path.commonprefix([chosen, rejected])
-    return {"prompt": shared, "chosen": chosen[len(shared) :], "rejected": rejected[len(shared) :]}
+    prompt = os.path.commonprefix([chosen, rejected])
+    return {"prompt": prompt, "chosen": chosen[len(prompt) :], "rejected": rejected[len(prompt) :]}
 
 
 def _refuse(message: str) -> dict[str, Any]:

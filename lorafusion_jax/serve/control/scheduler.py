@@ -93,8 +93,8 @@ class OneSession:
         self, rows: Sequence[Row], ready: Mapping[str, bool], limits: Mapping[str, Limits] = {}
     ) -> Configuration:
         del ready
-        own_base = [row for row in rows if row["base"] == self._plan.base]
-        jobs = self._shares.choose(own_base, limits, self._clock())
+        candidates = [row for row in rows if row["base"] == self._plan.base]
+        jobs = self._shares.choose(candidates, limits, self._clock())
         return Configuration(sessions={GROUP: self._plan}, group=dict.fromkeys(jobs, GROUP))
 
     def order(self, rows: Sequence[Row], limits: Mapping[str, Limits]) -> list[Row]:

@@ -145,18 +145,18 @@ class Session:
         silent_s = self._silent_s(connection)
         if connection is not None and silent_s <= self._settings.lease_s:
             return False
-        died = self._worker is not None and self._worker.has_ended()
+        is_dead = self._worker is not None and self._worker.has_ended()
         lease_s = self._settings.lease_s if self._was_connected else max(START_S, self._settings.lease_s)
-        if self._worker is not None and not died and silent_s <= lease_s:
+        if self._worker is not None and not is_dead and silent_s <= lease_s:
             return False  # it starts, or connects again
-        if (died or self._worker is None) and time.monotonic() < self._not_before:
+        if (is_dead or self._worker is None) and time.monotonic() < self._not_before:
             return False  # it ended before it was ready, or could not be started: not again at once
         if self._failed_starts and self._launcher.problem:
             return False  # its jobs wait in the queue
-        adopted = self._worker is None and connection is None and self._adoptable()
-        if adopted and silent_s <= self._settings.lease_s:
+        adopts = self._worker is None and connection is None and self._adoptable()
+        if adopts and silent_s <= self._settings.lease_s:
             return False  # a worker of an earlier server, which will connect
-        self._replace_worker("it ended" if died else "no sign of it" if self._worker or adopted else "no worker yet")
+        self._replace_worker("it ended" if is_dead else "no sign of it" if self._worker or adopts else "no worker yet")
         return True
 
     def send(self) -> None:
@@ -182,9 +182,9 @@ class Session:
             if job["state"] == "running" and self._weights.get((job["id"], job["epoch"])) != job["weight"]:
                 self._send_weight(job)
             if job["state"] == "running" and self._seen is not None and not self._sent_any(job):
-                held = any((hold["job"], hold["epoch"]) == (job["id"], job["epoch"]) for hold in self._seen.holds)
+                has_job = any((hold["job"], hold["epoch"]) == (job["id"], job["epoch"]) for hold in self._seen.holds)
                 self._sent.add((job["id"], job["epoch"], "seen"))
-                if not held:
+                if not has_job:
                     with self._db.write() as connection, suppress(StateError):
                         self._jobs.lost(connection, job["id"], why="its worker does not have it")
 
@@ -238,8 +238,8 @@ class Session:
             values = {"id": group, "base": plan.base, "epoch": epoch, "state": "opening", "places": dict(plan.places)}
             values |= {"gpus": list(plan.gpus), "mesh": dict(plan.mesh), "capacity": plan.capacity_tokens}
             values |= {"opens": self._opens_digest(), "host": plan.host}
-            drained = False if row is None else row["drained"]
-            connection.execute(t.groups.insert().values(values | {"drained": drained}))
+            is_drained = False if row is None else row["drained"]
+            connection.execute(t.groups.insert().values(values | {"drained": is_drained}))
             text = f"worker {group}, epoch {epoch}: started, because {why}"
             connection.execute(t.decisions.insert().values(at=time.time(), text=text))
             self._db.add_event(connection, "worker", "admin", None, {"group": group, "epoch": epoch, "why": why})

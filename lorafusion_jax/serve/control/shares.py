@@ -57,19 +57,19 @@ class Shares:
             rows: jobs that may run, by priority and then arrival.
             limits: of users that have other ones than the default.
         """
-        asked = [limits, *((row["id"], row["state"], row["place"], row["priority"], row["deadline"]) for row in rows)]
-        if self._answer is not None and now < self._at + ROUND_S and asked == self._answer[0]:
+        inputs = [limits, *((row["id"], row["state"], row["place"], row["priority"], row["deadline"]) for row in rows)]
+        if self._answer is not None and now < self._at + ROUND_S and inputs == self._answer[0]:
             return self._answer[1]
         users = {row["owner"]: _User(limits.get(row["owner"], Limits())) for row in rows}
         staying = [row for row in rows if row["state"] in ("starting", "running") and row["place"] is not None]
         self._account(rows, users, now)
         for row in staying:
             users[row["owner"]].held += 1
-        taken = {row["place"] for row in staying}
-        chosen = self._fill(rows, users, taken)
-        if (leaving := self._leaving(rows, chosen, staying, users, taken, now)) is not None:
+        occupied = {row["place"] for row in staying}
+        starting = self._fill(rows, users, occupied)
+        if (leaving := self._leaving(rows, starting, staying, users, occupied, now)) is not None:
             staying.remove(leaving)
-        self._answer = asked, [row["id"] for row in (*staying, *chosen)]
+        self._answer = inputs, [row["id"] for row in (*staying, *starting)]
         return self._answer[1]
 
     def order(self, rows: Sequence[Row], limits: Mapping[str, Limits]) -> list[Row]:
@@ -77,19 +77,19 @@ class Shares:
         users = {row["owner"]: _User(limits.get(row["owner"], Limits())) for row in rows}
         for row in rows:
             users[row["owner"]].held += row["state"] in ON_WORKER
-        ordered: list[Row] = []
+        queue: list[Row] = []
         for row in self._in_turn(rows, users, quotas=False):
             users[row["owner"]].held += 1
-            ordered.append(row)
-        return ordered
+            queue.append(row)
+        return queue
 
     def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
         """What a queued job waits for."""
-        held = [other for other in rows if other["owner"] == row["owner"] and other["state"] in ON_WORKER]
-        if limits.places is not None and len(held) >= limits.places:
-            return f"{row['owner']} has {len(held)} places, of at most {limits.places}"
-        taken = {other["place"] for other in rows if other["state"] in ON_WORKER}
-        if self.layout.find(kind_of(row["spec"]), row["rank"], taken) is not None:
+        jobs_of_owner = [other for other in rows if other["owner"] == row["owner"] and other["state"] in ON_WORKER]
+        if limits.places is not None and len(jobs_of_owner) >= limits.places:
+            return f"{row['owner']} has {len(jobs_of_owner)} places, of at most {limits.places}"
+        occupied = {other["place"] for other in rows if other["state"] in ON_WORKER}
+        if self.layout.find(kind_of(row["spec"]), row["rank"], occupied) is not None:
             return "a place is free: it starts now, unless others go first"
         return f"all {len(self.layout.ranks)} places that hold {kind_of(row['spec'])} of rank {row['rank']} are taken"
 
@@ -97,10 +97,10 @@ class Shares:
         seconds, self._at = (now - self._at if self._at > -inf else 0.0), now
         fades = exp(-log(2) * seconds / HALF_LIFE_S)
         self.served = {user: value * fades for user, value in self.served.items() if value * fades > 1.0}
-        held = {row["id"]: row["owner"] for row in rows if row["state"] in ON_WORKER}
-        for owner in held.values():
+        owner_by_job = {row["id"]: row["owner"] for row in rows if row["state"] in ON_WORKER}
+        for owner in owner_by_job.values():
             self.served[owner] = self.served.get(owner, 0.0) + seconds / users[owner].limits.share
-        self._since = {job: self._since.get(job, now) for job in held}
+        self._since = {job: self._since.get(job, now) for job in owner_by_job}
 
     def _in_turn(self, rows: Sequence[Row], users: Mapping[str, _User], *, quotas: bool = True) -> Iterator[Row]:
         """Queued jobs, one after the other; the caller counts in `users` what it places before it asks for the next."""
@@ -123,7 +123,7 @@ class Shares:
 
     def _fill(self, rows: Sequence[Row], users: Mapping[str, _User], taken: set[int]) -> list[Row]:
         """The queued jobs for the free places."""
-        chosen: list[Row] = []
+        starting: list[Row] = []
         full: set[tuple[str, int]] = set()
         for row in self._in_turn(rows, users):
             if len(taken) >= len(self.layout.ranks):
@@ -135,8 +135,8 @@ class Shares:
                 continue
             taken.add(place)
             users[row["owner"]].held += 1
-            chosen.append(row)
-        return chosen
+            starting.append(row)
+        return starting
 
     def _leaving(
         self,

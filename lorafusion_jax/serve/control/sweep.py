@@ -90,9 +90,9 @@ class Sweeper:
 
     def put_aside(self, path: Path) -> bool:
         """Renames a file or folder of the home: it is removed in a day. Returns whether it is gone from its place."""
-        first, *rest = path.relative_to(self._settings.home).parts
-        aside = Path(self._settings.home, first, REMOVED, f"{int(time.time())}-{secrets.token_hex(4)}", *rest)
-        within = [path, *path.parents][: len(rest)]
+        first, *subfolders = path.relative_to(self._settings.home).parts
+        aside = Path(self._settings.home, first, REMOVED, f"{int(time.time())}-{secrets.token_hex(4)}", *subfolders)
+        within = [path, *path.parents][: len(subfolders)]
         try:
             if any(part.is_symlink() for part in within):  # it leads elsewhere
                 return False
@@ -108,8 +108,8 @@ class Sweeper:
         with self._db.read() as connection:
             row = connection.execute(select(t.jobs).where(t.jobs.c.id == job)).mappings().one_or_none()
             adapters = connection.execute(select(t.artifacts.c.path).where(t.artifacts.c.job == job)).scalars().all()
-            finished = (t.transitions.c.job == job, t.transitions.c.event == "finished")
-            had_adapter = connection.execute(select(t.transitions.c.number).where(*finished)).first() is not None
+            is_finish = (t.transitions.c.job == job, t.transitions.c.event == "finished")
+            had_adapter = connection.execute(select(t.transitions.c.number).where(*is_finish)).first() is not None
             below = t.removals.c.path.startswith(f"jobs/{job}/", autoescape=True)
             removals = connection.execute(select(t.removals.c.path).where(below)).scalars().all()
         if row is None:
@@ -133,17 +133,17 @@ class Sweeper:
         with self._db.write() as connection:
             for table, seconds, where in ((t.events, STEPS_S, [of_steps]), (t.decisions, DECISIONS_S, [])):
                 newest = connection.scalar(select(func.max(table.c.seq))) or 0
-                old = [table.c.at < time.time() - seconds, table.c.seq < newest, *where]
-                chosen = select(table.c.seq).where(*old).order_by(table.c.seq).limit(MOST_ROWS)
-                connection.execute(table.delete().where(table.c.seq.in_(chosen.scalar_subquery())))
+                is_past = [table.c.at < time.time() - seconds, table.c.seq < newest, *where]
+                numbers = select(table.c.seq).where(*is_past).order_by(table.c.seq).limit(MOST_ROWS)
+                connection.execute(table.delete().where(table.c.seq.in_(numbers.scalar_subquery())))
 
     def _empty(self) -> None:
         """Removes what was put aside a day ago."""
         self._emptied = time.monotonic()
         for parent in (self._settings.datasets, self._settings.home / "jobs"):
             for folder in _folders(parent / REMOVED):
-                named = ASIDE.fullmatch(folder.name)
-                if named is not None and time.time() - int(named[1]) > DAY_S:
+                match = ASIDE.fullmatch(folder.name)
+                if match is not None and time.time() - int(match[1]) > DAY_S:
                     _remove(folder)
 
 
@@ -168,16 +168,16 @@ def _unneeded(
     if job["state"] == "deleted" or (job["state"] == "done" and complete):
         yield from (path for path in states_in(folder / "state") if not path.is_symlink())
         yield from (path for path in _entries(folder) if path.name in REFERENCES)
-        replaced = max(complete, default=(0, 0))
+        newest = max(complete, default=(0, 0))
         for path, number in numbers.items():
-            never_taken = job["state"] == "deleted" and not had_adapter
-            if path not in adapters and number is not None and (number < replaced or never_taken):
+            is_orphan = job["state"] == "deleted" and not had_adapter
+            if path not in adapters and number is not None and (number < newest or is_orphan):
                 yield path
 
 
 def _is_half_written(path: Path) -> bool:
-    named = LEFT.fullmatch(path.name)
-    return named is not None and (named[2] != OLD or path.with_name(named[1]).exists())
+    match = LEFT.fullmatch(path.name)
+    return match is not None and (match[2] != OLD or path.with_name(match[1]).exists())
 
 
 def _entries(folder: Path) -> list[Path]:

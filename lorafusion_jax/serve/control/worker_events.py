@@ -63,7 +63,7 @@ class WorkerEvents:
         try:
             if kind == "finished":  # every byte is read, before the database is held
                 event = event | {"intact": self._is_intact(event)}
-            unneeded = self._take_now(source, event)
+            folders = self._take_now(source, event)
         except StoreError:
             raise
         except Exception as problem:
@@ -71,7 +71,7 @@ class WorkerEvents:
             why = f"the server could not take its event {kind}: {problem}"
             self._take_now(source, {"event": "untaken", "reason": why, **_named(event)})
             return False
-        for folder in unneeded:
+        for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         if self._streams is not None:
             self._streams.taken()
@@ -131,14 +131,14 @@ class WorkerEvents:
             case "not-saved":
                 self._db.add_event(connection, "not-saved", job["owner"], name, {"reason": event["reason"]})
             case "stopped":
-                unneeded = self._keep_state(connection, job, event)
-                kept = self._jobs.get(connection, name)
-                self._jobs.restart(connection, name, step=kept["state_step"], path=kept["state_path"])
+                folders = self._keep_state(connection, job, event)
+                job_row = self._jobs.get(connection, name)
+                self._jobs.restart(connection, name, step=job_row["state_step"], path=job_row["state_path"])
                 if job["state"] == "draining":
                     self._jobs.change(connection, name, "stopped", actor=actor)
                 else:  # the worker ends in good order
                     self._jobs.change(connection, name, "lost", actor=actor, why="its worker ended")
-                return unneeded
+                return folders
             case "failed":
                 self._jobs.change(connection, name, "failed", actor=actor, why=event["reason"], step=event["step"])
             case "untaken":
