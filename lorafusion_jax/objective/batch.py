@@ -86,8 +86,8 @@ def divergence_rows(batch: Any, chosen: Sequence[Chosen]) -> tuple[Array, Array,
     )
     if batch.lora is not None:
         settings_A3 = settings_A3[jnp.maximum(batch.lora.objective, 0)]
-    needed, betas, temperatures = settings_A3[jnp.maximum(batch.row_adapter, 0)].T
-    weights = jnp.where((batch.row_adapter >= 0) & (batch.weights != 0), needed, 0.0)
+    has_divergence, betas, temperatures = settings_A3[jnp.maximum(batch.row_adapter, 0)].T
+    weights = jnp.where((batch.row_adapter >= 0) & (batch.weights != 0), has_divergence, 0.0)
     return weights, betas, temperatures
 
 
@@ -119,10 +119,10 @@ def _members(batch: Any, chosen: Sequence[Chosen]) -> Iterator[tuple[Chosen, Arr
     if batch.lora is not None:
         yield from ((choice, batch.lora.objective == number) for number, choice in enumerate(chosen))
         return
-    seen: list[Chosen] = []
+    distinct: list[Chosen] = []
     for first in chosen:
-        if not any(first.same_as(other) for other in seen):
-            seen.append(first)
+        if not any(first.same_as(other) for other in distinct):
+            distinct.append(first)
             yield first, jnp.array([first.same_as(other) for other in chosen])
 
 
@@ -161,11 +161,11 @@ def _of_objective(chosen: Chosen, is_member: Array, everything: Sample, table: A
     of_fields = [(fields, has_N) for fields, has_N in table.fields.items() if fields.objective == chosen.name]
     totals = dict.fromkeys(["loss", *metric_names([chosen])], jnp.zeros(len(is_member), jnp.float32))
     for fields, has_N in of_fields:  # none where no data of the objective is in these microbatches
-        named = everything._replace(
+        sample = everything._replace(
             numbers={name: everything.numbers[name] for name in fields.numbers},
             values={name: array for name, array in everything.values.items() if name in fields.values},
         )
-        part = sums(named, mine_N if len(of_fields) == 1 else mine_N & has_N)
+        part = sums(sample, mine_N if len(of_fields) == 1 else mine_N & has_N)
         totals = part if len(of_fields) == 1 else {name: totals[name] + part[name] for name in part}
     return totals
 

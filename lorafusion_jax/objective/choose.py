@@ -85,15 +85,15 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
             raise UnknownOption(key, f"options of {name}, which has {has}, not '{key}'" + (f"; {near}" if near else ""))
     types = _types(entry.options)
     values = {key: _as_written(types.get(key), key, value) for key, value in options.items()}
-    chosen = Chosen(
+    choice = Chosen(
         name=name, objective=entry, options=TypeAdapter(entry.options).validate_python(values), reference=reference
     )
-    if reference is not None and not chosen.compares:
+    if reference is not None and not choice.compares:
         raise ValueError(f"options of {name}, which has no reference")
-    if reference is None and DIVERGENCE in chosen.needs:
+    if reference is None and DIVERGENCE in choice.needs:
         raise ValueError(f"options of {name} with a reference, its teacher: an adapter of the job, or a PEFT folder")
-    assert chosen.num_segments
-    return chosen
+    assert choice.num_segments
+    return choice
 
 
 def _as_written(type_of: Any, key: str, value: Any) -> Any:

@@ -357,8 +357,8 @@ def _over_chunks(
         # The transpose is fused into the product here. Before the loop, XLA would copy the whole table for every
         # microbatch.
         logits_cV = rule.logits(product(take(hidden_TD), head_VD.T))
-        new = function(logits_cV, jax.tree.map(take, by_row))
-        return tuple(old.at[rows].set(chunk, mode="drop") for old, chunk in zip(out, new, strict=True))
+        chunks = function(logits_cV, jax.tree.map(take, by_row))
+        return tuple(buffer.at[rows].set(chunk, mode="drop") for buffer, chunk in zip(out, chunks, strict=True))
 
     num_chunks = (counts.sum(dtype=jnp.int32) + c - 1) // c
     return lax.fori_loop(0, num_chunks, step, out)

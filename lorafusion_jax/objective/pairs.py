@@ -120,8 +120,8 @@ def split_conversation(name: str, prompt: Any, answer: Any) -> tuple[Any, Any]:
     if isinstance(prompt, list) and turns[: len(prompt)] == [_turn(message) for message in prompt]:
         length = len(prompt)
     elif isinstance(prompt, str):
-        asked = [asks([message]) and turn[1] == prompt.strip() for message, turn in zip(answer, turns, strict=True)]
-        length = max((number for number, says_so in enumerate(asked, 1) if says_so), default=0)
+        is_prompt = [asks([message]) and turn[1] == prompt.strip() for message, turn in zip(answer, turns, strict=True)]
+        length = max((number for number, says_so in enumerate(is_prompt, 1) if says_so), default=0)
     if not length or asks(answer[length:]):
         raise ValueError(f"its {name} answer begins with a turn of the user, which is not its prompt")
     return answer[:length], answer[length:]

@@ -213,8 +213,8 @@ class Objective:
             raise ValueError("by_part needs expand")
         if undeclared := self.ratios - set(self.metrics):
             raise ValueError(f"ratios that are no metrics: {', '.join(sorted(undeclared))}")
-        if taken := set(self.metrics) & set(TAKEN):
-            raise ValueError(f"metrics cannot be called {', '.join(sorted(taken))}")
+        if collisions := set(self.metrics) & set(TAKEN):
+            raise ValueError(f"metrics cannot be called {', '.join(sorted(collisions))}")
         if wrong := [setting for setting in self.defaults if setting not in DEFAULTED]:
             raise ValueError(f"an objective has no defaults of {', '.join(wrong)}, only of {', '.join(DEFAULTED)}")
         if not callable(self.needs):

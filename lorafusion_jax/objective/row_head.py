@@ -174,8 +174,8 @@ def _over_chunks(
         numbers = lax.dynamic_slice_in_dim(order, i * c, c)
         take = partial(jnp.take, indices=numbers, axis=0, mode="clip")
         logits_cV = rule.logits(product(take(hidden_TD), head_VD.T))  # transposed here, see `token_losses`
-        new = function(logits_cV, jax.tree.map(take, by_row))
-        return tuple(old.at[numbers].set(chunk, mode="drop") for old, chunk in zip(out, new, strict=True))
+        chunks = function(logits_cV, jax.tree.map(take, by_row))
+        return tuple(buffer.at[numbers].set(chunk, mode="drop") for buffer, chunk in zip(out, chunks, strict=True))
 
     return lax.fori_loop(*chunks, step, out)
 

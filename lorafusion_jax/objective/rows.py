@@ -190,8 +190,8 @@ def read_row(
     entry = loss_of(name)
     _check_names(inputs, name, entry, where)
     targets = _targets(inputs[TARGETS], name, num_tokens, vocab_size, where)
-    read = _reader(inputs, targets.shape, where)
-    weights = read(WEIGHTS, 1.0) if targets.ndim == 1 else read(WEIGHTS, 1.0, by_target=True)
+    read_input = _reader(inputs, targets.shape, where)
+    weights = read_input(WEIGHTS, 1.0) if targets.ndim == 1 else read_input(WEIGHTS, 1.0, by_target=True)
     nothing = np.zeros(num_tokens, np.float32)
     old, beta = nothing, nothing
     low, high = np.zeros(num_tokens, np.float32), np.full(num_tokens, np.inf, np.float32)
@@ -201,16 +201,16 @@ def read_row(
             raise CallError(
                 "call.inputs", f"weights of {name} are below 0.", where=where, why=why, fix="change advantages"
             )
-        old = read(OLD)
+        old = read_input(OLD)
         beta = weights * np.float32(config.get(BETA, entry.config.get(BETA, 0.0)))
-        weights = weights * read(ADVANTAGES)
+        weights = weights * read_input(ADVANTAGES)
     if LOW in entry.config:
-        low, high = (_threshold(inputs, read, config, key, where) for key in (LOW, HIGH))
+        low, high = (_threshold(inputs, read_input, config, key, where) for key in (LOW, HIGH))
         if (low < 0).any() or (low > high).any():
             raise CallError("call.inputs", f"not 0 ≤ {LOW} ≤ {HIGH} at every position.", where=where)
     in_ratio = np.zeros(num_tokens, bool)
     if RATIO_MASK in entry.needs:
-        in_ratio = read(RATIO_MASK) != 0
+        in_ratio = read_input(RATIO_MASK) != 0
         if not in_ratio.any():
             why, fix = "the ratio of a sequence is a mean over its tokens", "1 where a token was sampled"
             raise CallError("call.inputs", f"{RATIO_MASK} marks no token.", where=where, why=why, fix=fix)
@@ -221,10 +221,10 @@ def read_row(
 
 
 def _check_names(inputs: Mapping[str, np.ndarray], name: str, entry: RowLoss, where: str) -> None:
-    needed = (TARGETS, *entry.needs)
-    if missing := [key for key in needed if key not in inputs]:
+    required_names = (TARGETS, *entry.needs)
+    if missing := [key for key in required_names if key not in inputs]:
         raise CallError("call.inputs", f"{name} needs the inputs {', '.join(missing)}.", where=where)
-    allowed = (*needed, WEIGHTS, *(key for key in entry.config if key in CLIPS))
+    allowed = (*required_names, WEIGHTS, *(key for key in entry.config if key in CLIPS))
     if unknown := [key for key in inputs if key not in allowed]:
         raise CallError(
             "call.inputs",
@@ -263,15 +263,15 @@ def _reader(inputs: Mapping[str, np.ndarray], shape: Sequence[int], where: str) 
     """Returns a function that reads an input of finite numbers, float32 of the shape of the targets or [N]."""
 
     def read(key: str, default: float | None = None, *, by_target: bool = False) -> np.ndarray:
-        needed = tuple(shape) if by_target else tuple(shape[:1])
+        input_shape = tuple(shape) if by_target else tuple(shape[:1])
         if key not in inputs and default is not None:
-            return np.full(needed, default, np.float32)
+            return np.full(input_shape, default, np.float32)
         array = np.asarray(inputs[key])
         if array.dtype.kind not in "fiub":
             raise CallError("call.inputs", f"{key} holds {array.dtype}, not numbers.", where=where)
-        if array.shape != needed:
+        if array.shape != input_shape:
             shapes = f"{key} has the shape {list(array.shape)}, and {TARGETS} has {list(shape)}."
-            raise CallError("call.inputs", shapes, where=where, fix=f"shape {list(needed)}")
+            raise CallError("call.inputs", shapes, where=where, fix=f"shape {list(input_shape)}")
         if not np.isfinite(array).all():
             at = int(np.argmin(np.isfinite(array).reshape(len(array), -1).all(1)))
             raise CallError("call.inputs", f"{key} is not finite at position {at}.", where=where)

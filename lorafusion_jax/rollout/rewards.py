@@ -37,8 +37,8 @@ def _part(
     if reward.kind == "exact":
         pairs = zip(prompts, completions, strict=True)
         return [float(text.strip() == str(prompt.row[reward.value]).strip()) for prompt, text in pairs]
-    shown = [prompt.prompt for prompt in prompts]
-    arguments = {"prompts": shown, "completions": list(completions), "columns": _columns(prompts)}
+    raw_prompts = [prompt.prompt for prompt in prompts]
+    arguments = {"prompts": raw_prompts, "completions": list(completions), "columns": _columns(prompts)}
     return _checked(reward, functions.call(reward.kind, reward.value, arguments), len(completions))
 
 
