@@ -115,8 +115,8 @@ def make_bank(
         tensors |= {
             leaf.name: _where(number_A, number, leaves[leaf.name], 1.0) for leaf in kind.prepared if leaf.name in leaves
         }
-        tensors, own_rank = _at_one_rank(kind, tensors, rank)
-        parts.append(_of_kind(kind, tensors, (*shape, own_rank), scale_A, kernel, dtype))
+        tensors, kind_rank = _at_one_rank(kind, tensors, rank)
+        parts.append(_of_kind(kind, tensors, (*shape, kind_rank), scale_A, kernel, dtype))
     if number_A is None:
         return parts[0]
     columns = max(bank.a_AKC.shape[2] for bank in parts)
@@ -163,8 +163,8 @@ def start_bank(
                 for leaf in kind.leaves
             }
             for key, array in start_tensors(kind, kernel, tensors, (*shape, rank), scale).items():
-                cut = tuple(slice(size) for size in array.shape)
-                started[key] = started[key].at[(index, *cut)].set(array)
+                corner = tuple(slice(size) for size in array.shape)
+                started[key] = started[key].at[(index, *corner)].set(array)
     return started
 
 

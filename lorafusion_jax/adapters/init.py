@@ -49,8 +49,8 @@ def init_adapter(
     if spec.has(path):
         rank = spec.rank_at(path)
         for leaf in leaves:
-            drawn = draw_leaf(leaf, spec.seed, path, leaf.shape(*sizes, rank, experts))
-            leaf.at_rank(zeros[leaf.name], rank)[...] = drawn
+            values = draw_leaf(leaf, spec.seed, path, leaf.shape(*sizes, rank, experts))
+            leaf.at_rank(zeros[leaf.name], rank)[...] = values
     return zeros
 
 
@@ -87,13 +87,13 @@ def init_layers(
         Leaf → float32 array; for LoRA "lora_a" [L, K, r] and "lora_b" [L, r, N].
     """
     sizes = in_features, out_features, experts
-    drawn: dict[str, np.ndarray] = {}
+    layer_leaves: dict[str, np.ndarray] = {}
     for row, number in enumerate(numbers):  # layer by layer: memory of one is used again for the next
         for leaf, array in init_adapter(spec, _layer_path(path, number), *sizes).items():
-            if leaf not in drawn:
-                drawn[leaf] = np.empty((len(numbers), *array.shape), array.dtype)
-            drawn[leaf][row] = array
-    return drawn
+            if leaf not in layer_leaves:
+                layer_leaves[leaf] = np.empty((len(numbers), *array.shape), array.dtype)
+            layer_leaves[leaf][row] = array
+    return layer_leaves
 
 
 def init_bank(
@@ -135,8 +135,8 @@ def init_bank(
     }
     for index in [index for index, spec in enumerate(adapters) if name in spec.targets] if members is None else members:
         spec = adapters[index]
-        drawn = init_adapter(spec, path, *sizes, experts) | init_shared(spec, *largest)
-        for key, tensor in drawn.items():
+        tensors = init_adapter(spec, path, *sizes, experts) | init_shared(spec, *largest)
+        for key, tensor in tensors.items():
             leaves[key].at_rank(bank[key][index], spec.rank)[...] = tensor
     return bank
 
@@ -196,6 +196,6 @@ def _uniform(seed: int, path: str, count: int) -> np.ndarray:
     key = int.from_bytes(hashlib.sha256(f"{seed} {path}".encode()).digest()[:16], "little")
     raw = np.random.Philox(key=key).random_raw(-(-count // 2)).view(np.uint32)[:count]
     raw >>= np.uint32(8)  # in place, as below: an 8B model draws a hundred million numbers
-    drawn = raw.astype(np.float32)
-    drawn *= np.float32(2**-24)
-    return drawn
+    uniforms = raw.astype(np.float32)
+    uniforms *= np.float32(2**-24)
+    return uniforms

@@ -74,7 +74,7 @@ class Leaf:
     def cut(self, array: Any, sizes: Mapping[str, int]) -> Any:
         """Cuts an array [..., *axes] down to smaller sizes of some axes."""
         cuts = [slice(None) if isinstance(axis, int) else slice(sizes.get(axis)) for axis in self.axes]
-        return array if all(cut == slice(None) for cut in cuts) else array[(..., *cuts)]
+        return array if all(axis_slice == slice(None) for axis_slice in cuts) else array[(..., *cuts)]
 
     def at_rank(self, array: Any, rank: int) -> Any:
         """Cuts an array [..., *axes] down to a rank."""

@@ -30,8 +30,8 @@ def check_optimizers(settings: Iterable[OptimizerSettings]) -> None:
 
 
 def _step(setting: OptimizerSettings, weights):
-    built = transformation(setting, hyper(setting, setting.lr))
-    return built.update(weights, built.init(weights), weights)
+    optimizer = transformation(setting, hyper(setting, setting.lr))
+    return optimizer.update(weights, optimizer.init(weights), weights)
 
 
 def _traced(kind: str, name: str, function, shapes) -> None:

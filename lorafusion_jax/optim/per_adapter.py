@@ -154,10 +154,10 @@ def _mask(active: Any, names: Sequence[str]) -> _Mask | None:
     if active is None:
         return None
     if isinstance(active, str) or (isinstance(active, Sequence) and any(isinstance(name, str) for name in active)):
-        chosen = [active] if isinstance(active, str) else list(active)
-        if wrong := [name for name in chosen if name not in names]:
+        active_names = [active] if isinstance(active, str) else list(active)
+        if wrong := [name for name in active_names if name not in names]:
             raise ConfigError("optim.unknown-adapter", f"active names {wrong}, but the adapters are {list(names)}.")
-        return _Mask(jnp.array([name in chosen for name in names]), is_of_rows=False)
+        return _Mask(jnp.array([name in active_names for name in names]), is_of_rows=False)
     numbers = np.zeros(0, np.int32) if isinstance(active, Sequence) and not active else jnp.asarray(active)
     if numbers.dtype != bool:
         _check_indices(numbers, names)

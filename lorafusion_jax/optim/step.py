@@ -50,9 +50,9 @@ class Group(NamedTuple):
 def hyper(settings: OptimizerSettings, lr: float) -> Hyper:
     """The numbers of a step at a learning rate. Options that are not set have the optimizer's defaults."""
     defaults = optimizer(settings.name).options
-    chosen = {name: settings.option(name) for name in defaults}
+    values = {name: settings.option(name) for name in defaults}
     with np.errstate(over="ignore"):  # overflow gives infinity, and the adapter fails at its first step
-        options = {name: np.float32(defaults[name] if value is None else value) for name, value in chosen.items()}
+        options = {name: np.float32(defaults[name] if value is None else value) for name, value in values.items()}
         ratios = {name: np.float32(ratio) for name, ratio in settings.lr_ratios.items()}
         return Hyper(np.float32(lr), np.float32(settings.weight_decay), np.float32(settings.clip), options, ratios)
 
@@ -85,14 +85,14 @@ def transformation(
 
     def build(group: Group) -> optax.GradientTransformation:
         lr = numbers.lr if group.lr_group is None else numbers.lr * numbers.lr_ratios[group.lr_group]
-        built = kind.build(lr, numbers.weight_decay if group.decay else np.float32(0), numbers.options)
-        return _with_checks(settings.name, _per_layer(built) if kind.per_layer else built)
+        base_optimizer = kind.build(lr, numbers.weight_decay if group.decay else np.float32(0), numbers.options)
+        return _with_checks(settings.name, _per_layer(base_optimizer) if kind.per_layer else base_optimizer)
 
     groups = {name: _effective(group, numbers) for name, group in (groups or {}).items()}
     different = sorted(set(groups.values()), key=str)
     if len(different) <= 1:
         return build(different[0] if different else Group())
-    members = {group: [name for name, own_group in groups.items() if own_group == group] for group in different}
+    members = {group: [name for name, member_group in groups.items() if member_group == group] for group in different}
     return _in_groups({_label(group): (names, build(group)) for group, names in members.items()})
 
 
@@ -113,14 +113,14 @@ def _in_groups(
         return None if tree is None else {name: tree[name] for name in names}
 
     def init(params: Any) -> Any:
-        return {label: built.init(of(params, names)) for label, (names, built) in groups.items()}
+        return {label: group_optimizer.init(of(params, names)) for label, (names, group_optimizer) in groups.items()}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         changes: dict[str, Any] = {}
         stepped = {}
-        for label, (names, built) in groups.items():
+        for label, (names, group_optimizer) in groups.items():
             change: Any
-            change, stepped[label] = built.update(of(updates, names), state[label], of(params, names))
+            change, stepped[label] = group_optimizer.update(of(updates, names), state[label], of(params, names))
             changes |= change
         return {name: changes[name] for name in updates}, stepped
 
@@ -144,9 +144,9 @@ def _with_checks(name: str, built: optax.GradientTransformation) -> optax.Gradie
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         changes, stepped = built.update(updates, state, params)
-        for part, now, before in (("changes", changes, updates), ("state", stepped, state)):
+        for part, tree, before in (("changes", changes, updates), ("state", stepped, state)):
             try:
-                chex.assert_trees_all_equal_shapes_and_dtypes(now, before)
+                chex.assert_trees_all_equal_shapes_and_dtypes(tree, before)
             except AssertionError as problem:
                 raise ConfigError(
                     "plugin.broken",
