@@ -62,12 +62,12 @@ def next_state(state: str, event: str) -> State:
     >>> next_state("queued", "place")
     'starting'
     """
-    reached = TRANSITIONS.get((state, event))
-    if reached is None:
+    after = TRANSITIONS.get((state, event))
+    if after is None:
         possible = sorted(name for before, name in TRANSITIONS if before == state)
         raise StateError(
             "job.state",
             f"a job that is {state} cannot take '{event}'.",
             fix=f"possible now: {', '.join(possible)}" if possible else "submit a new job",
         )
-    return reached
+    return after

@@ -24,13 +24,13 @@ def connect(address: str) -> socket.socket:
     Raises:
         OSError: nobody listens there.
     """
-    family, _, rest = address.partition(":")
+    family, _, target = address.partition(":")
     if family == "tcp":
-        host, _, port = rest.rpartition(":")
+        host, _, port = target.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=None)
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(rest)
+        connection.connect(target)
     except OSError:
         connection.close()
         raise

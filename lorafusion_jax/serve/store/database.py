@@ -183,15 +183,15 @@ class Database:
 
     def _check_version(self, version: int, other_version: OtherVersion) -> None:
         """Raises `store.version` for a file that this program does not bring up to date."""
-        is_known = all(earlier in t.MIGRATIONS for earlier in range(version, t.VERSION)) and version < t.VERSION
-        if is_known and other_version == "migrate":
+        can_migrate = all(earlier in t.MIGRATIONS for earlier in range(version, t.VERSION)) and version < t.VERSION
+        if can_migrate and other_version == "migrate":
             return
         raise RunError(
             "store.version",
             f"{self.file} has version {version}; this program reads version {t.VERSION}.",
             why="nothing was changed",
             fix="stop its server and start `lorafusion serve` of this program, which brings it up to date"
-            if is_known
+            if can_migrate
             else "start the version of lorafusion-jax that wrote it",
         )
 

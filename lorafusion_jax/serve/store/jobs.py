@@ -66,20 +66,20 @@ class Jobs:
             values |= {"group": None, "place": None} | ({"ended": now} if after in ENDED else {})
         connection.execute(t.jobs.update().where(t.jobs.c.id == job).values(values))
         self._note(connection, job, before["owner"], before["state"], after, event, actor=actor, why=why)
-        changed = self.get(connection, job)
-        if after == "queued" and (asked := changed["after_drain"]):
+        row = self.get(connection, job)
+        if after == "queued" and (next_event := row["after_drain"]):
             connection.execute(t.jobs.update().where(t.jobs.c.id == job).values(after_drain=None))
-            if asked in ("pause", "cancel"):
-                return self.change(connection, job, asked, actor=actor, why="asked for while it ran")
+            if next_event in ("pause", "cancel"):
+                return self.change(connection, job, next_event, actor=actor, why="asked for while it ran")
             return self.get(connection, job)
-        return changed
+        return row
 
     def ask(self, connection: Connection, job: str, event: str, *, actor: str, why: str = "") -> Job:
         """Pauses, cancels or continues a job. A job on a worker is drained first. Repeating it changes nothing."""
         before = self.get(connection, job)
-        reached = {"pause": "paused", "cancel": "cancelled"}.get(event)
+        target = {"pause": "paused", "cancel": "cancelled"}.get(event)
         waits = event == "continue" and before["state"] in ("queued", "starting", "running")
-        if before["state"] == reached or waits or (before["state"] == "draining" and before["after_drain"] == event):
+        if before["state"] == target or waits or (before["state"] == "draining" and before["after_drain"] == event):
             return before
         if before["state"] in ("starting", "running", "draining") and event in ("pause", "cancel", "preempt"):
             return self.change(connection, job, "drain", actor=actor, why=why or event, after_drain=event)
@@ -88,15 +88,15 @@ class Jobs:
     def lost(self, connection: Connection, job: str, *, why: str) -> Job:
         """Returns a job of a lost worker to the queue; fails it after `MOST_TRIES` losses without progress."""
         row = self.get(connection, job)
-        progressed = row["step"] - row["tries_step"] >= PROGRESS
-        tries = 1 if progressed else row["tries"] + 1
-        values = {"tries": tries, "tries_step": row["step"] if progressed or tries == 1 else row["tries_step"]}
+        has_progress = row["step"] - row["tries_step"] >= PROGRESS
+        tries = 1 if has_progress else row["tries"] + 1
+        values = {"tries": tries, "tries_step": row["step"] if has_progress or tries == 1 else row["tries_step"]}
         self.restart(connection, job, step=row["state_step"], path=row["state_path"])
-        changed = self.change(connection, job, "lost", actor="controller", why=why, **values)
-        if tries >= MOST_TRIES and changed["state"] == "queued":
+        after = self.change(connection, job, "lost", actor="controller", why=why, **values)
+        if tries >= MOST_TRIES and after["state"] == "queued":
             reason = f"its worker was lost {tries} times within {PROGRESS} steps"
             return self.change(connection, job, "poison", actor="controller", why=reason)
-        return changed
+        return after
 
     def restart(self, connection: Connection, job: str, *, step: int, path: str | None) -> None:
         """Sets the state from which a job goes on. Later steps run again, so their rows are removed."""
@@ -180,10 +180,10 @@ class Jobs:
             connection.execute(t.metrics.insert().values(job=job, kind=row["kind"], step=row["step"], row=row))
 
     def metrics(self, connection: Connection, job: str, from_step: int, every: int) -> list[dict[str, Any]]:
-        chosen = or_(t.metrics.c.kind != "step", t.metrics.c.step % every == 0)
+        in_interval = or_(t.metrics.c.kind != "step", t.metrics.c.step % every == 0)
         query = (
             select(t.metrics.c.row)
-            .where(t.metrics.c.job == job, t.metrics.c.step >= from_step, chosen)
+            .where(t.metrics.c.job == job, t.metrics.c.step >= from_step, in_interval)
             .order_by(t.metrics.c.step, t.metrics.c.kind)
         )
         return list(connection.execute(query).scalars())
@@ -214,8 +214,8 @@ class MayRun:
             if self._seen < 0:
                 self._queued = {job["id"]: job for job in _numbered(connection, t.jobs.c.state == "queued")}
             elif newest > self._seen:
-                changed = t.events.c.kind.in_(("state", "changed"))
-                query = select(t.events.c.job).where(t.events.c.seq > self._seen, changed).distinct()
+                is_change = t.events.c.kind.in_(("state", "changed"))
+                query = select(t.events.c.job).where(t.events.c.seq > self._seen, is_change).distinct()
                 self._read_again(connection, connection.execute(query).scalars().all())
             self._seen = newest
             rows = [*self._queued.values(), *_numbered(connection, t.jobs.c.state.in_(ON_WORKER))]
@@ -225,8 +225,8 @@ class MayRun:
         for job in changed:
             self._queued.pop(job, None)
         for first in range(0, len(changed), AT_ONCE):
-            named = t.jobs.c.id.in_(changed[first : first + AT_ONCE])
-            self._queued |= {job["id"]: job for job in _numbered(connection, t.jobs.c.state == "queued", named)}
+            in_batch = t.jobs.c.id.in_(changed[first : first + AT_ONCE])
+            self._queued |= {job["id"]: job for job in _numbered(connection, t.jobs.c.state == "queued", in_batch)}
 
 
 def _numbered(connection: Connection, *where: Any) -> list[Job]:

@@ -143,9 +143,9 @@ def set_limits(connection: Connection, name: str, limits: Limits) -> bool:
         ConfigError: `keys.limit`.
     """
     limits.check()
-    changed = connection.execute(t.keys.update().where(t.keys.c.id == name).values(limits=limits.set_ones)).rowcount
+    num_keys = connection.execute(t.keys.update().where(t.keys.c.id == name).values(limits=limits.set_ones)).rowcount
     _lower_jobs(connection, name)
-    return bool(changed)
+    return bool(num_keys)
 
 
 def _lower_jobs(connection: Connection, key: str) -> None:
@@ -283,13 +283,13 @@ def restore_revocations(connection: Connection) -> bool:
         ConfigError: `keys.log`, the log cannot be read.
     """
     rows = {row["id"]: row["revoked"] for row in list_keys(connection)}
-    logged = _read_log(_log_file(connection))
-    for name in [name for name, revoked in rows.items() if not revoked and logged.get(name) == "revoked"]:
+    log_entries = _read_log(_log_file(connection))
+    for name in [name for name, is_revoked in rows.items() if not is_revoked and log_entries.get(name) == "revoked"]:
         revoke_key(connection, name)
-    for name, revoked in rows.items():  # of a home that has no log yet
-        if name not in logged:
-            _log(connection, name, "revoked" if revoked else "added")
-    return bool(rows or logged)
+    for name, is_revoked in rows.items():  # of a home that has no log yet
+        if name not in log_entries:
+            _log(connection, name, "revoked" if is_revoked else "added")
+    return bool(rows or log_entries)
 
 
 def _log_file(connection: Connection) -> Path:

@@ -56,14 +56,14 @@ class Receiver:
             ApiError: 408, 415, 429 or 507; there is no file then.
         """
         writer = await run_in_threadpool(_Writer, part, request.headers.get("content-encoding", "identity"))
-        arrived = 0
+        size = 0
         try:
             async with asyncio.timeout(BODY_S):
                 async for data in request.stream():
                     self._take(owner, len(data))
-                    arrived += len(data)
+                    size += len(data)
                     await run_in_threadpool(writer.write, data)
-                    if arrived > LARGEST_PACKED:
+                    if size > LARGEST_PACKED:
                         raise _too_large(f"as it is sent, it has at most {LARGEST_PACKED} bytes.")
             return await run_in_threadpool(writer.finish)
         except BodyError as problem:
@@ -73,7 +73,7 @@ class Receiver:
             raise ApiError(408, "api.slow", message, fix="send it faster, or in smaller requests") from None
         finally:
             writer.close()
-            self._arriving[owner] -= arrived
+            self._arriving[owner] -= size
             if not self._arriving[owner]:
                 del self._arriving[owner]
 
@@ -150,12 +150,12 @@ def _unpacker(encoding: str) -> Any:
 
 def _unpack(packed: Any, data: bytes) -> bytes:
     try:
-        unpacked = b"" if packed.eof else packed.decompress(data)
+        content = b"" if packed.eof else packed.decompress(data)
     except Exception as problem:  # ZstdError
         raise _unreadable(f"the body is no zstd: {problem}") from None
-    if packed.eof and (packed.unused_data or not unpacked):
+    if packed.eof and (packed.unused_data or not content):
         raise _unreadable("there is more behind the end of the packed body.")
-    return unpacked
+    return content
 
 
 def _unreadable(message: str) -> BodyError:

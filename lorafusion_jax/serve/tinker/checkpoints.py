@@ -112,16 +112,16 @@ def remove_expired(connection: Connection) -> list[str]:
     folders = list(connection.execute(select(t.api_checkpoints.c.folder).where(over)).scalars())
     if folders:
         connection.execute(t.api_checkpoints.delete().where(over))
-    ended = select(t.api_sessions.c.id).where(t.api_sessions.c.ended.is_not(None))
-    samplers = connection.execute(select(t.api_samplers).where(t.api_samplers.c.session.in_(ended))).mappings().all()
+    sessions = select(t.api_sessions.c.id).where(t.api_sessions.c.ended.is_not(None))
+    samplers = connection.execute(select(t.api_samplers).where(t.api_samplers.c.session.in_(sessions))).mappings().all()
     return folders + (remove_samplers(connection, [dict(row) for row in samplers]) if samplers else [])
 
 
 def count_expired(connection: Connection) -> int:
     """How many checkpoints and samplers are over."""
     over = select(func.count()).select_from(t.api_checkpoints).where(t.api_checkpoints.c.expires < time.time())
-    ended = select(t.api_sessions.c.id).where(t.api_sessions.c.ended.is_not(None))
-    samplers = select(func.count()).select_from(t.api_samplers).where(t.api_samplers.c.session.in_(ended))
+    sessions = select(t.api_sessions.c.id).where(t.api_sessions.c.ended.is_not(None))
+    samplers = select(func.count()).select_from(t.api_samplers).where(t.api_samplers.c.session.in_(sessions))
     return (connection.scalar(over) or 0) + (connection.scalar(samplers) or 0)
 
 

@@ -120,10 +120,10 @@ def write_outputs(outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[
     """Writes a ForwardBackwardOutput: neighbours whose arrays have equal widths are one record."""
     message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     for record in _records(outputs):
-        written = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(record))
+        output_message = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(record))
         for name in record[0]:
             arrays = [np.ascontiguousarray(output[name], dtype=_kind_of(output[name])) for output in record]
-            field = written.fields[name]
+            field = output_message.fields[name]
             field.dtype = INT64 if arrays[0].dtype == np.int64 else FLOAT32
             field.data = b"".join(array.tobytes() for array in arrays)
             field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64).tobytes()

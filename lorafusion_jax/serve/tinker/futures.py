@@ -83,8 +83,8 @@ def fail(connection: Connection, future: str, message: str, category: str) -> bo
 
 def _end(connection: Connection, future: str, state: str, result: Row, **values: Any) -> bool:
     values |= {"state": state, "result": result, "until": time.time() + UNREAD_S}
-    waiting = (t.api_futures.c.id == future, t.api_futures.c.state == "waiting")
-    return bool(connection.execute(t.api_futures.update().where(*waiting).values(values)).rowcount)
+    is_waiting = (t.api_futures.c.id == future, t.api_futures.c.state == "waiting")
+    return bool(connection.execute(t.api_futures.update().where(*is_waiting).values(values)).rowcount)
 
 
 def fail_waiting(connection: Connection, stream: str, message: str, category: str) -> list[str]:

@@ -146,9 +146,9 @@ def check_waiting(connection: Connection, stream: str, owner: str, size: int) ->
     """
     futures, requests = t.api_futures.c, t.api_requests.c
     both = t.api_requests.join(t.api_futures, (futures.stream == requests.stream) & (futures.seq == requests.seq))
-    waiting = futures.state == "waiting"
-    count = select(func.count()).select_from(t.api_futures).where(futures.stream == stream, waiting)
-    total = select(func.sum(requests.bytes)).select_from(both).where(futures.owner == owner, waiting)
+    is_waiting = futures.state == "waiting"
+    count = select(func.count()).select_from(t.api_futures).where(futures.stream == stream, is_waiting)
+    total = select(func.sum(requests.bytes)).select_from(both).where(futures.owner == owner, is_waiting)
     if (connection.scalar(count) or 0) >= MOST_WAITING or (connection.scalar(total) or 0) + size > MOST_BYTES:
         message = f"at most {MOST_WAITING} requests of a model wait, and {MOST_BYTES >> 20} MiB of an owner."
         raise ApiError(429, "api.waiting", message, fix="wait for results", headers={"Retry-After": "1"})
@@ -175,8 +175,8 @@ def next_requests(connection: Connection, stream: str, after: int) -> list[Row]:
 def missing_request(connection: Connection, stream: str, after: int, seq: int) -> int | None:
     """Returns the first request that has not arrived of those between two numbers."""
     where = (t.api_requests.c.stream == stream, t.api_requests.c.seq > after, t.api_requests.c.seq < seq)
-    arrived = set(connection.execute(select(t.api_requests.c.seq).where(*where)).scalars())
-    return next((number for number in range(after + 1, seq) if number not in arrived), None)
+    numbers = set(connection.execute(select(t.api_requests.c.seq).where(*where)).scalars())
+    return next((number for number in range(after + 1, seq) if number not in numbers), None)
 
 
 def waiting_samples(connection: Connection) -> list[tuple[str, int]]:

@@ -49,13 +49,13 @@ def file_descriptor() -> descriptor_pb2.FileDescriptorProto:
     enums = set(re.findall(r"^enum (\w+)", text, re.MULTILINE))
     message, enum, oneof = None, None, False
     for line in map(str.strip, text.splitlines()):
-        kind, _, rest = line.partition(" ")
+        kind, _, arguments = line.partition(" ")
         if kind == "message":
-            message = file.message_type.add(name=rest.split()[0])
+            message = file.message_type.add(name=arguments.split()[0])
         elif kind == "enum":
-            enum = file.enum_type.add(name=rest.split()[0])
+            enum = file.enum_type.add(name=arguments.split()[0])
         elif kind == "oneof" and message is not None:
-            message.oneof_decl.add(name=rest.split()[0])
+            message.oneof_decl.add(name=arguments.split()[0])
             oneof = True
         elif line == "}":
             message, enum, oneof = (message, None, False) if oneof else (None, None, False)

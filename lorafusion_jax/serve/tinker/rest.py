@@ -168,16 +168,16 @@ def download(
 ) -> Response:
     """A file by a signed URL."""
     path = f"checkpoints/{session}/{model}/{seq}/{file}"
-    wanted = _sign(streams.secret, path, until)
-    if until < time.time() or not hmac.compare_digest(wanted.encode(), signature.encode()):
+    right_signature = _sign(streams.secret, path, until)
+    if until < time.time() or not hmac.compare_digest(right_signature.encode(), signature.encode()):
         message = "this URL is not valid any more."
         raise ApiError(403, "api.signature", message, fix="ask for new ones: external_weights_urls")
-    stored = service.settings.path(path)
-    if file == ARCHIVE and stored.parent.is_dir():
-        return StreamingResponse(_tar(stored.parent), media_type="application/x-tar")
-    if not stored.is_file():
+    local_file = service.settings.path(path)
+    if file == ARCHIVE and local_file.parent.is_dir():
+        return StreamingResponse(_tar(local_file.parent), media_type="application/x-tar")
+    if not local_file.is_file():
         raise not_found("such file")
-    return FileResponse(stored, media_type="application/octet-stream")
+    return FileResponse(local_file, media_type="application/octet-stream")
 
 
 def _tar(folder: Path) -> Iterator[bytes]:

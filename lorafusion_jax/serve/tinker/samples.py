@@ -69,9 +69,9 @@ def read_sample(values: Mapping[str, Any], most_tokens: int) -> SampleRequest:
     params = params if isinstance(params, Mapping) else {}
     if values.get("prompt_alt_tokens_k"):
         raise DatumError("prompt_alt_tokens_k: other tokens of a prompt are not drawn")
-    listed, last = values.get("topk_prompt_logprobs") or 0, values.get("prompt_logprobs_last_n")
-    scored, targets = bool(values.get("prompt_logprobs")), None
-    if last is not None and (not scored or not isinstance(last, int) or not 1 <= last < len(prompt)):
+    top_k_of_prompt, last = values.get("topk_prompt_logprobs") or 0, values.get("prompt_logprobs_last_n")
+    scores_prompt, targets = bool(values.get("prompt_logprobs")), None
+    if last is not None and (not scores_prompt or not isinstance(last, int) or not 1 <= last < len(prompt)):
         raise DatumError(
             f"prompt_logprobs_last_n={last!r} needs prompt_logprobs, and is 1 to {len(prompt) - 1}, the prompt's"
             " tokens without the first"
@@ -86,16 +86,16 @@ def read_sample(values: Mapping[str, Any], most_tokens: int) -> SampleRequest:
         top_p=params.get("top_p", 1.0),
         seed=params.get("seed") or 0,
         logprobs=values.get("topk_sample_logprobs") or 0,
-        prompt_logprobs=listed if scored or listed or targets else None,
+        prompt_logprobs=top_k_of_prompt if scores_prompt or top_k_of_prompt or targets else None,
         prompt_last=None if targets else last,
         prompt_targets=() if targets is None else _by_token(targets),
         **_read_stop(params.get("stop")),
     )
     count = values.get("num_samples", 1)
-    others = replace(sampling, prompt_logprobs=None, prompt_last=None, prompt_targets=()) if count > 1 else sampling
+    repeats = replace(sampling, prompt_logprobs=None, prompt_last=None, prompt_targets=()) if count > 1 else sampling
     seeds = [(sampling.seed + number) % (MOST_SEED + 1) for number in range(count)]
-    samplings = [sampling, *(replace(others, seed=seed) for seed in seeds[1:])]
-    return SampleRequest(prompt=prompt, samplings=samplings, scored=scored, last=last, targets=targets)
+    samplings = [sampling, *(replace(repeats, seed=seed) for seed in seeds[1:])]
+    return SampleRequest(prompt=prompt, samplings=samplings, scored=scores_prompt, last=last, targets=targets)
 
 
 def _read_prompt(prompt: Any) -> list[int]:
@@ -168,18 +168,18 @@ def write_samples(request: SampleRequest, answers: Sequence[Any]) -> bytes:
     message, first = message_class("SampleResponse")(), answers[0]
     for sampling, answer in zip(request.samplings, answers, strict=True):
         tokens, logprobs = answer.drawn_tokens, answer.drawn_logprobs
-        written = message.sequences.add(stop_reason=STOP if answer.end == "stop" else LENGTH)
-        written.tokens, written.logprobs = np.array(tokens, "<i4").tobytes(), np.array(logprobs, "<f4").tobytes()
+        sequence = message.sequences.add(stop_reason=STOP if answer.end == "stop" else LENGTH)
+        sequence.tokens, sequence.logprobs = np.array(tokens, "<i4").tobytes(), np.array(logprobs, "<f4").tobytes()
         if sampling.logprobs:
-            _write_listed(written.topk_sampled_logprobs, answer.listed[: len(tokens)], sampling.logprobs)
+            _write_listed(sequence.topk_sampled_logprobs, answer.listed[: len(tokens)], sampling.logprobs)
     length = len(request.prompt)
     since = 0 if request.last is None else length - request.last
     if request.scored:
         scores = [np.nan if score is None or at < since else score for at, score in enumerate(first.prompt_logprobs)]
         message.prompt_logprobs = np.array(scores, "<f4").tobytes()
-    if listed := request.samplings[0].prompt_logprobs:
+    if width := request.samplings[0].prompt_logprobs:
         lists = [entries if at >= since else None for at, entries in enumerate(first.prompt_listed)]
-        _write_listed(message.topk_prompt_logprobs, lists, listed)
+        _write_listed(message.topk_prompt_logprobs, lists, width)
     if request.targets is not None:
         _write_targets(message.target_prompt_logprobs, request.targets, first.prompt_targets)
     return message.SerializeToString(deterministic=True)

@@ -50,8 +50,8 @@ def create_sampler(body: CreateSampler, service: ServiceOf, streams: StreamsOf, 
         if base not in service.settings.bases:
             message = f"base_model {str(base)[:200]} is not served."
             raise ApiError(422, "api.value", message, fix=f"one of {', '.join(service.settings.bases)}")
-        made = (connection, sampler, session["owner"], session["id"], str(base))
-        for path in add_sampler(*made, path=body.model_path, folder=folder):
+        arguments = (connection, sampler, session["owner"], session["id"], str(base))
+        for path in add_sampler(*arguments, path=body.model_path, folder=folder):
             streams.remove(path)
     streams.taken()
     return {"type": "create_sampling_session", "sampling_session_id": sampler}

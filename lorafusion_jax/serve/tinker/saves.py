@@ -64,16 +64,16 @@ def save_external(body: SaveExternal, service: ServiceOf, streams: StreamsOf, ow
 
 def _values(body: Save, kind: str, *, overwrite: bool = False, sampler: int | None = None) -> Row:
     """What the worker and the row of the checkpoint need. A mistake fails the request in its turn: the log goes on."""
-    refused = ""
+    mistake = ""
     if body.path is not None and CHECKPOINT.fullmatch(body.path) is None:
-        refused = (
+        mistake = (
             f"{body.path[:140]!r} is no name of a checkpoint; it has 1 to 128 letters, digits, '.', '_' and '-',"
             " the first of them a letter or digit"
         )
     elif body.ttl_seconds is not None and not SHORTEST_TTL <= body.ttl_seconds <= LONGEST_TTL:
-        refused = f"ttl_seconds is {SHORTEST_TTL} to {LONGEST_TTL}, not {body.ttl_seconds}"
+        mistake = f"ttl_seconds is {SHORTEST_TTL} to {LONGEST_TTL}, not {body.ttl_seconds}"
     return {
-        "refused": refused,
+        "refused": mistake,
         "kind": kind,
         "name": body.path,
         "overwrite": overwrite,
@@ -90,23 +90,23 @@ def load_weights(body: LoadWeights, service: ServiceOf, streams: StreamsOf, owne
         return accept_call(service, streams, owner, body.model_id, body.seq_id, "load_weights", values=body.mistake)
     with service.db.read() as connection:
         row = find_checkpoint(connection, body.path, owner.sees)
-    refused = _refuse_load(body, row)
+    mistake = _refuse_load(body, row)
     if body.session_id is not None and body.model_seq_id is not None:
         config = {} if row is None else row["config"]
         base = "" if row is None else row["base"]
-        refused = refused or refuse_model(service, base, config)
+        mistake = mistake or refuse_model(service, base, config)
         load = None if row is None else {"folder": row["folder"], "optimizer": body.optimizer}
         answer = {"type": "load_weights", "path": body.path}
         config = config | ({} if body.optimizer else {"seed": config.get("seed", secrets.randbelow(2**31))})
         future = add_model(
-            service, owner, body.session_id, body.model_seq_id, base, config, answer, refused, body.user_metadata, load
+            service, owner, body.session_id, body.model_seq_id, base, config, answer, mistake, body.user_metadata, load
         )
         streams.taken()
         return future
     if body.model_id is None or body.seq_id is None:
         message = "load_weights wants session_id and model_seq_id, or model_id and seq_id."
         raise ApiError(422, "api.missing", message, fix="send it as the SDK does")
-    values = {"refused": refused, "folder": "" if row is None else row["folder"], "optimizer": body.optimizer}
+    values = {"refused": mistake, "folder": "" if row is None else row["folder"], "optimizer": body.optimizer}
     values |= {"path": body.path}
     return accept_call(service, streams, owner, body.model_id, body.seq_id, "load_weights", values=values)
 

@@ -114,8 +114,8 @@ def finish(session: Id, body: FinishSession, service: ServiceOf, streams: Stream
         if row["ended"] is not None:
             return
         reason = {"reason": body.reason, "detail": body.detail}
-        ended = t.api_sessions.update().where(t.api_sessions.c.id == session)
-        connection.execute(ended.values(ended=time.time(), reason=reason))
+        update = t.api_sessions.update().where(t.api_sessions.c.id == session)
+        connection.execute(update.values(ended=time.time(), reason=reason))
         models = select(t.api_models.c.job).where(t.api_models.c.session == session)
         for job in connection.execute(models).scalars().all():
             if service.jobs.get(connection, job)["state"] in LIVE:

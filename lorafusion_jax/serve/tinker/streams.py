@@ -99,14 +99,14 @@ class Streams:
             worker = None if self._hub is None else next(iter(self._hub.connections.values()), None)
             if worker is None or self._hub is None:
                 return
-            number, sent = self._samples
+            number, futures_at_worker = self._samples
             if number != worker.number:
-                sent = set()
+                futures_at_worker = set()
             with self.db.read() as connection:
-                waiting = waiting_samples(connection)
-                new = [(stream, seq) for stream, seq in waiting if future_of(stream, seq) not in sent]
-                requests = [find_request(connection, *request) for request in new]
-            sent &= {future_of(*request) for request in waiting}
+                keys = waiting_samples(connection)
+                fresh_keys = [(stream, seq) for stream, seq in keys if future_of(stream, seq) not in futures_at_worker]
+                requests = [find_request(connection, *request) for request in fresh_keys]
+            futures_at_worker &= {future_of(*request) for request in keys}
             for request in filter(None, requests):
                 future, values = future_of(request["stream"], request["seq"]), dict(request["body"])
                 folder = values.pop("folder")
@@ -115,8 +115,8 @@ class Streams:
                 message |= {"result": str(self.settings.path(result_of(request["stream"], request["seq"])))}
                 if not self._hub.send(worker.group, message):
                     break
-                sent.add(future)
-            self._samples = worker.number, sent
+                futures_at_worker.add(future)
+            self._samples = worker.number, futures_at_worker
 
     def cancel(self, future: str) -> None:
         """Ends samples whose future has ended."""
@@ -238,8 +238,8 @@ class Streams:
         reads = [self.reads.popleft() for _ in range(len(self.reads))]
         with self.db.read() as connection:
             leaving, returning, over = _models_to_change(connection)
-            expired = connection.execute(select(t.api_futures.c.id).where(t.api_futures.c.until < time.time()).limit(1))
-            has_expired = expired.first() is not None or bool(checkpoints.count_expired(connection))
+            overdue = connection.execute(select(t.api_futures.c.id).where(t.api_futures.c.until < time.time()).limit(1))
+            has_expired = overdue.first() is not None or bool(checkpoints.count_expired(connection))
             weights = self._weights(connection)
         if not (leaving or returning or over or reads or has_expired or weights):
             return
@@ -248,8 +248,8 @@ class Streams:
                 self.jobs.set(connection, job, weight=weight)
             for future in reads:
                 futures.note_read(connection, future)
-            asked = [(model, "pause", "no sign of its client") for model in leaving]
-            for model, event, why in (*asked, *((model, "continue", "a request") for model in returning)):
+            changes = [(model, "pause", "no sign of its client") for model in leaving]
+            for model, event, why in (*changes, *((model, "continue", "a request") for model in returning)):
                 with suppress(StateError):
                     self.jobs.ask(connection, model["job"], event, actor="controller", why=why)
             for model in over:
@@ -267,15 +267,15 @@ def _models_to_change(connection: Connection) -> tuple[list[Row], list[Row], lis
     models, jobs, sessions = t.api_models, t.jobs, t.api_sessions
     columns = select(models.c.id, models.c.job, jobs.c.state, jobs.c.reason, sessions.c.beat, sessions.c.ended)
     both = columns.join(jobs, jobs.c.id == models.c.job).join(sessions, sessions.c.id == models.c.session)
-    asked = models.c.id.in_(select(t.api_futures.c.stream).where(t.api_futures.c.state == "waiting"))
+    is_requested = models.c.id.in_(select(t.api_futures.c.stream).where(t.api_futures.c.state == "waiting"))
     is_silent = sessions.c.beat < time.time() - ALIVE_S
-    chosen = (
+    conditions = (
         jobs.c.state.in_(("queued", "starting", "running")) & is_silent,
-        (jobs.c.state == "paused") & ~is_silent & asked,
-        jobs.c.state.in_((*ENDED, "deleted")) & asked,
+        (jobs.c.state == "paused") & ~is_silent & is_requested,
+        jobs.c.state.in_((*ENDED, "deleted")) & is_requested,
     )
     leaving, returning, over = (
-        [dict(row) for row in connection.execute(both.where(where)).mappings()] for where in chosen
+        [dict(row) for row in connection.execute(both.where(where)).mappings()] for where in conditions
     )
     return leaving, returning, over
 

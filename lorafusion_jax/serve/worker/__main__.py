@@ -30,10 +30,10 @@ def main() -> int:
         jobs: list[Message] = [{"job": entry.job, "epoch": entry.epoch} for entry in list(held.values())]
         return jobs + [model for entry in models for model in entry.holds()]
 
-    opened = threading.Event()
+    open_event = threading.Event()
 
     def refused() -> None:
-        if not opened.is_set():  # there is nothing to save, and its successor needs the devices
+        if not open_event.is_set():  # there is nothing to save, and its successor needs the devices
             os._exit(REFUSED)
 
     # First of all: the server sees that a worker starts, whatever takes its time.
@@ -73,7 +73,7 @@ def main() -> int:
         link.emit("not-opened", reason=str(problem))
         link.close()
         raise
-    opened.set()
+    open_event.set()
     windows = WindowPlanner(session, Turns(jobs_share=settings.get("jobs_share", JOBS_SHARE)))
     options = {name: settings[name] for name in ("save_s", "sampling_share", "sampler_places")}
     loop = WorkerLoop(session, windows, link, held, **options)

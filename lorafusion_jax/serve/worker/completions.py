@@ -64,14 +64,14 @@ class Progress:
         self.told = self.told or [0] * len(answers)
         parts = []
         for index, answer in enumerate(answers):
-            told, size = self.told[index], len(answer.tokens)
-            is_new = answer.end is not None or (streamed and size > told)
-            if index in self.ended or not is_new:
+            position, size = self.told[index], len(answer.tokens)
+            has_news = answer.end is not None or (streamed and size > position)
+            if index in self.ended or not has_news:
                 continue
             parts.append(
                 Part(
-                    index=index, tokens=answer.tokens[told:], logprobs=answer.logprobs[told:],
-                    listed=answer.listed[told:size], end=answer.end, drawn=len(answer.drawn_tokens),
+                    index=index, tokens=answer.tokens[position:], logprobs=answer.logprobs[position:],
+                    listed=answer.listed[position:size], end=answer.end, drawn=len(answer.drawn_tokens),
                 )
             )  # fmt: skip
             self.told[index] = size
@@ -118,9 +118,9 @@ def write_part(request: CompletionRequest, part: Part) -> Message:
     message: Message = {"index": part.index, "text": text, "tokens": part.drawn}
     message["end"] = part.end and ("stop" if part.end == "stop" else "length")
     if request.is_scored:
-        piece, listed = request.tokenizer.piece, part.listed or [[] for _ in part.tokens]
+        piece, listings = request.tokenizer.piece, part.listed or [[] for _ in part.tokens]
         message["logprobs"] = [
-            [piece(token), logprob, [[piece(other), value] for other, value in listing]]
-            for token, logprob, listing in zip(part.tokens, part.logprobs, listed, strict=True)
+            [piece(token), logprob, [[piece(alternative), value] for alternative, value in listing]]
+            for token, logprob, listing in zip(part.tokens, part.logprobs, listings, strict=True)
         ]
     return message

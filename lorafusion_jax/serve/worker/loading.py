@@ -69,8 +69,8 @@ def load(job: str, values: dict[str, Any], state: Path | None, folder: Path) -> 
 def write_references(folder: Path, references: SetReferences) -> None:
     """Writes what a reference says, and its digest. A full disk only means that they are computed again."""
     try:
-        noted = write_arrays(folder, {NAME: references}, {NAME: NAME})
-        replace_text(folder / NOTE, json.dumps({KEY: noted}))
+        digests = write_arrays(folder, {NAME: references}, {NAME: NAME})
+        replace_text(folder / NOTE, json.dumps({KEY: digests}))
     except (OSError, LoraFusionError) as problem:
         print(f"references were not kept: {problem}", flush=True)
 
@@ -79,8 +79,8 @@ def read_references(folder: Path, config: JobConfig, prepared: Prepared) -> SetR
     """Reads what a reference says; None if there are none for these samples, or if they are damaged."""
     (adapter,) = config.adapters
     try:
-        noted = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+        digests = json.loads((folder / NOTE).read_text(encoding="utf-8"))
         shapes = reference_shapes(prepared.adapters[adapter.name], teacher_state(config))
-        return read_reference(folder, noted, NAME, shapes)
+        return read_reference(folder, digests, NAME, shapes)
     except (OSError, ValueError, LoraFusionError):
         return None

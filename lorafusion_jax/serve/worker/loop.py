@@ -135,8 +135,8 @@ class WorkerLoop:
     def _must_pause(self) -> bool:
         self._report()
         self._advance_saves()
-        changed = self.samples.busy or any(self._is_ready(held) for held in self._held.values())
-        return changed or not self._link.commands.empty() or self.stop.is_set() or bool(self._link.refused)
+        has_work = self.samples.busy or any(self._is_ready(held) for held in self._held.values())
+        return has_work or not self._link.commands.empty() or self.stop.is_set() or bool(self._link.refused)
 
     def _is_ready(self, held: Held) -> bool:
         """Whether a job can start now, or end."""
@@ -144,8 +144,8 @@ class WorkerLoop:
             return self._can_advance(held, held.export)
         if held.place is None:
             return held.loading is not None and held.loading.done()
-        failed = self._session.tasks[held.job].status == "failed"
-        return failed or (self._waits_to_leave(held) and self._can_read)
+        has_failed = self._session.tasks[held.job].status == "failed"
+        return has_failed or (self._waits_to_leave(held) and self._can_read)
 
     def _can_advance(self, held: Held, export: AdapterExport[AdapterState]) -> bool:
         """Whether an adapter can leave its place, or its job end. Nothing is written into its folder then."""
@@ -164,7 +164,7 @@ class WorkerLoop:
     @property
     def _can_read(self) -> bool:
         """Whether devices and host have memory for a copy of another adapter that leaves."""
-        self._weights = [read for read in self._weights if not read.done()]
+        self._weights = [reading for reading in self._weights if not reading.done()]
         reads_none = self._reading is None or self._reading.state.done()
         departures = sum(held.export is not None for held in self._held.values())
         return reads_none and len(self._weights) < MOST_READS and departures < MOST_DEPARTURES
@@ -281,8 +281,8 @@ class WorkerLoop:
             held.export = self._export(held, task)
         else:
             step = self._session.end_training(held.job)
-            read = self._start_reading(held).result
-            held.export = AdapterExport(step, read, partial(self._write, held))
+            read_state = self._start_reading(held).result
+            held.export = AdapterExport(step, read_state, partial(self._write, held))
             held.ends_as = "stopped"
 
     def _end_failed(self, held: Held, task: Task) -> None:
@@ -291,10 +291,10 @@ class WorkerLoop:
 
     def _start_reading(self, held: Held, *, optimizer: bool = True) -> Future[AdapterState]:
         """Begins to read an adapter that leaves, while others train."""
-        read = self._reader.submit(self._session.read(held.job, optimizer=optimizer))
-        self._weights.append(read)
-        held.reading = read
-        return read
+        future = self._reader.submit(self._session.read(held.job, optimizer=optimizer))
+        self._weights.append(future)
+        held.reading = future
+        return future
 
     def _export(self, held: Held, task: Task) -> AdapterExport[AdapterState]:
         assert held.reading is not None
@@ -311,17 +311,17 @@ class WorkerLoop:
             self._vacate(held, export)
         elif export.is_due:
             self._begin_export(held, export)
-        elif isinstance(written := export.result, Path):
-            self._end(held, held.ends_as, step=export.step, path=str(written))
-        elif isinstance(written, OSError):
-            raise written
-        elif held.ends_as == "finished" and written.code not in DISK:
-            self._end(held, "failed", step=export.step, reason=str(written))
+        elif isinstance(outcome := export.result, Path):
+            self._end(held, held.ends_as, step=export.step, path=str(outcome))
+        elif isinstance(outcome, OSError):
+            raise outcome
+        elif held.ends_as == "finished" and outcome.code not in DISK:
+            self._end(held, "failed", step=export.step, reason=str(outcome))
         elif held.leaves:
-            self._not_saved(held, written)
+            self._not_saved(held, outcome)
             self._end_with_newest_state(held)
         else:
-            self._not_saved(held, written)
+            self._not_saved(held, outcome)
             export.begin_later(AGAIN_S)
 
     def _begin_export(self, held: Held, export: AdapterExport[AdapterState]) -> None:
@@ -390,15 +390,15 @@ class WorkerLoop:
         elif self._can_save and (held := self._next_to_save()) is not None:
             assert held.place is not None
             held.read_at = self._read_at = time.monotonic()
-            read = self._session.read(held.job)
-            self._reading = Reading(held=held, state=self._reader.submit(read))
+            reader = self._session.read(held.job)
+            self._reading = Reading(held=held, state=self._reader.submit(reader))
 
     @property
     def _can_save(self) -> bool:
         """Whether nothing is being read or has to be read first. The disk has one save at a time."""
         is_written = self._written is None or self._written.done()
-        waiting = any(map(self._waits_to_leave, self._held.values()))
-        return is_written and not waiting and all(read.done() for read in self._weights)
+        has_leavers = any(map(self._waits_to_leave, self._held.values()))
+        return is_written and not has_leavers and all(reading.done() for reading in self._weights)
 
     def _next_to_save(self) -> Held | None:
         """Returns the job whose state is the oldest, once in a while: each of them once in `save_s`."""
@@ -406,8 +406,8 @@ class WorkerLoop:
         jobs = [held for held in self._held.values() if held.announced and held.export is None]
         if now - self._read_at <= self._save_s / max(len(jobs), 1):
             return None
-        old = [held for held in jobs if self._has_new_steps(held) and now - held.read_at > self._save_s / 2]
-        return min(old, key=lambda held: held.read_at, default=None)
+        candidates = [held for held in jobs if self._has_new_steps(held) and now - held.read_at > self._save_s / 2]
+        return min(candidates, key=lambda held: held.read_at, default=None)
 
     def _has_new_steps(self, held: Held) -> bool:
         task = None if held.place is None else self._session.tasks[held.job]

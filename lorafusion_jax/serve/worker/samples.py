@@ -224,9 +224,9 @@ class Samples:
         return request, leaves
 
     def _tell_parts(self, command: Message, request: CompletionRequest, parts: Sequence[Part], ended: bool) -> None:
-        written = [write_part(request, part) for part in parts]
+        messages = [write_part(request, part) for part in parts]
         usage = {"prompt_tokens": request.prompt_tokens}
-        self._link.emit("completed", future=command["future"], parts=written, ended=ended, **usage)
+        self._link.emit("completed", future=command["future"], parts=messages, ended=ended, **usage)
 
     def _tell(self, command: Message, request: SampleRequest, answers: Sequence[Answer]) -> None:
         content = write_samples(request, answers)
@@ -291,15 +291,15 @@ class Bank:
     def read(self, folder: Path) -> Leaves:
         """Reads what was saved to sample from, or to train on, as leaves of the largest rank whose scale is 1."""
         if (folder / "adapter_config.json").is_file():
-            spec, stored = read_leaves(folder, self._parts)
+            spec, weights = read_leaves(folder, self._parts)
             scale, ratios = spec.scale, self._parts.inputs.ratios_of(spec)
-            self._check(spec, stored)
+            self._check(spec, weights)
         else:
-            stored = AdapterState.read(folder, self._task.adapter).weights
-            ranks = {leaf.shape[-1] for name, leaf in stored.items() if name.endswith(".lora_a")}
+            weights = AdapterState.read(folder, self._task.adapter).weights
+            ranks = {leaf.shape[-1] for name, leaf in weights.items() if name.endswith(".lora_a")}
             scale, ratios = 32.0 / max(ranks), {}
         leaves = {}
-        for name, leaf in stored.items():
+        for name, leaf in weights.items():
             leaves[name] = np.zeros(self._shapes[name], np.float32)
             within = tuple(slice(size) for size in leaf.shape)
             factor_L = scale * np.asarray(ratios.get(name, 1.0)) if name.endswith(".lora_b") else np.ones(())

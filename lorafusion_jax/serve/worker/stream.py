@@ -140,10 +140,10 @@ class Models:
             return Loaded(task=task, state=AdapterState.read(state, task.adapter), first=None)
         if load is None:
             return Loaded(task=task, state=None, first=self._session.draw(task))
-        stored = AdapterState.read(Path(load["folder"]), task.adapter)
+        checkpoint = AdapterState.read(Path(load["folder"]), task.adapter)
         if load["optimizer"]:
-            return Loaded(task=task, state=stored, first=None)
-        return Loaded(task=task, state=None, first=PlaceWeights(spec=task.spec, leaves=stored.weights))
+            return Loaded(task=task, state=checkpoint, first=None)
+        return Loaded(task=task, state=None, first=PlaceWeights(spec=task.spec, leaves=checkpoint.weights))
 
     def execute(self, command: Message) -> None:
         """Takes a command about a model."""
@@ -227,9 +227,9 @@ class Models:
             model.adds = model.adds or _adds(call)
             model.stream.submit(call).add_done_callback(answer)
         model.log_bytes += command["bytes"]
-        due = time.monotonic() - model.saved_at > self._save_s or model.log_bytes > LARGEST_LOG
+        is_due = time.monotonic() - model.saved_at > self._save_s or model.log_bytes > LARGEST_LOG
         is_saved = model.saving is None or model.saving.done()
-        if due and is_saved and not model.adds and not model.leaves:
+        if is_due and is_saved and not model.adds and not model.leaves:
             self._save(model, model.stream, command["seq"])
 
     def _save(self, model: Model, stream: Stream, seq: int) -> None:
@@ -309,8 +309,8 @@ def call_of(command: Message, task: Task) -> Call:
         LoraFusionError: it is no call, or what it names cannot be read.
     """
     kind, values = command["kind"], dict(command["values"])
-    if refused := values.pop("refused", ""):
-        raise CallError("call.refused", f"{refused}.")
+    if mistake := values.pop("refused", ""):
+        raise CallError("call.refused", f"{mistake}.")
     if kind == "optim_step":
         return OptimStep(**values)
     if kind.startswith("save_weights"):
