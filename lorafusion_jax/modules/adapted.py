@@ -44,10 +44,10 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
     """
     plan: LoRAPlan = layer.lora_plan
     tabulated = hasattr(layer, TABULATED)
-    chosen = context_of(plan, tabulated=tabulated)
+    active_context = context_of(plan, tabulated=tabulated)
     if tabulated:  # for shapes only, which adapters do not change; it also wraps the methods of classes
         return inspect.unwrap(own_class(layer).__call__)(layer, *args, **options)
-    context = chosen or _default(layer, plan)
+    context = active_context or _default(layer, plan)
     leaves = {leaf.name: getattr(layer, leaf.name)[...] for leaf in plan.leaves}
     experts = plan.linear.experts
     if any(leaves[leaf.name].ndim != 1 + len(leaf.axes) + experts for leaf in plan.leaves):
@@ -60,7 +60,7 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
         axes = tuple(axis + experts for axis in plan.linear.inside)
         if inside != axes:
             raise unsupported_linear(plan.path, f"its call sums over axes {inside} of the weight, not {axes}")
-        call = Call(layer=layer, x=x, inside=inside, result=result, context=chosen)
+        call = Call(layer=layer, x=x, inside=inside, result=result, context=active_context)
         if (y := product_beside_siblings(call)) is not None:
             return y
         bank = Leaves(names=plan.names, numbers=plan.numbers, leaves=leaves, rank=plan.rank)
@@ -76,11 +76,11 @@ def call_exchanged(
     layer: Any, linear: Linear, product: Product, where: str, args: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
     """Calls a layer like its own class, with `product` in place of its product with its weight."""
-    graph, weight, rest = nnx.split(layer, lambda path, _: path == (linear.weight,), ...)
+    graph, weight, other_state = nnx.split(layer, lambda path, _: path == (linear.weight,), ...)
     ((path, variable),) = nnx.to_flat_state(weight)
 
     def call(w: Array) -> Any:
-        module = nnx.merge(graph, nnx.from_flat_state([(path, variable.replace(w))]), rest)
+        module = nnx.merge(graph, nnx.from_flat_state([(path, variable.replace(w))]), other_state)
         return own_class(layer).__call__(module, *args, **options)
 
     value = getattr(layer, linear.weight).get_value()

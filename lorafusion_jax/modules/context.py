@@ -137,15 +137,15 @@ class LoRAContext:
         raise_all(
             [*_table_errors(table, tile_adapter, only, len(adapters)), *_dropout_errors(adapters, stepless, train)]
         )
-        drawn = {} if stepless or train is False else _dropout(adapters, step, examples, row_key)
+        dropout_fields = {} if stepless or train is False else _dropout(adapters, step, examples, row_key)
         return cls(
             tile_adapter=jnp.asarray(table, jnp.int32),
             scale=jnp.asarray([spec.scale for spec in adapters], jnp.float32),
             known_ranks=tuple(spec.columns for spec in adapters),
             tile=tile,
             implementation=implementation,
-            drops_columns=bool(drawn) and any(spec.drops_columns for spec in adapters),
-            **drawn,
+            drops_columns=bool(dropout_fields) and any(spec.drops_columns for spec in adapters),
+            **dropout_fields,
         )
 
     @property
@@ -181,8 +181,10 @@ class LoRAContext:
 
     def numbered(self, adapters: Int[Array, " P"]) -> LoRAContext:
         """Returns the context with a table of places, where all else is by place already; see `in_places`."""
-        held = (self.tile_adapter[:, None] == adapters) & (adapters >= 0)
-        return replace(self, tile_adapter=jnp.where(held.any(1), jnp.argmax(held, 1), -1).astype(jnp.int32))
+        is_at_place = (self.tile_adapter[:, None] == adapters) & (adapters >= 0)
+        return replace(
+            self, tile_adapter=jnp.where(is_at_place.any(1), jnp.argmax(is_at_place, 1), -1).astype(jnp.int32)
+        )
 
     def at_layer(self, layer: int | Int[Array, ""]) -> LoRAContext:
         """Returns the context for one layer: every layer draws its own dropout."""

@@ -26,8 +26,8 @@ def exchanged_class(cls: type, prefix: str, call: Callable[..., Any]) -> type:
 
 
 def _new(cls: type, prefix: str, call: Callable[..., Any]) -> Any:
-    new_class: Any = exchanged_class(cls, prefix, call)
-    return new_class.__new__(new_class)
+    subclass: Any = exchanged_class(cls, prefix, call)
+    return subclass.__new__(subclass)
 
 
 def own_class(module: nnx.Module) -> type:

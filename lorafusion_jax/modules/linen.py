@@ -98,8 +98,8 @@ class LinenLoRA:
             raise ConfigError("lora.adapters", f"adapters need one or more different names, got {names}.")
         refuse_only_in_runs(adapters)
         self.adapters, self.kinds = tuple(adapters), tuple(spec.kind for spec in adapters)
-        chosen = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
-        self.targets = {spec.name: chosen or spec.targets for spec in adapters}
+        target_names = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
+        self.targets = {spec.name: target_names or spec.targets for spec in adapters}
         self.heads = (heads,) if isinstance(heads, str) else None if heads is None else tuple(heads)
         self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._modules = (*modules, *KERNELS)
@@ -221,8 +221,8 @@ class LinenLoRA:
             ConfigError: `lora.quantized`, weights are stored already; `lora.quantize-mesh`, a weight cannot be stored
                 on the mesh where it lies; `base.quantize-shape`; `plugin.unknown`.
         """
-        chosen = [layer for layer in self._run(model, variables, args, options).layers if self._is_stored(layer)]
-        return quantise_params(variables["params"], chosen, quantize)
+        layers = [layer for layer in self._run(model, variables, args, options).layers if self._is_stored(layer)]
+        return quantise_params(variables["params"], layers, quantize)
 
     def merge(
         self, model: nn.Module, variables: Any, adapters: Any, name: str, *args: Any, **options: Any
@@ -294,8 +294,8 @@ class LinenLoRA:
             ConfigError: `lora.unknown-adapter`, `lora.no-init`.
             CheckpointError: `lora.misfit`.
         """
-        put_adapter_arrays(held := self.hold(adapters), name, arrays)
-        return held.tree()
+        put_adapter_arrays(holder := self.hold(adapters), name, arrays)
+        return holder.tree()
 
     def save_adapter(self, adapters: Any, name: str, folder: str | Path) -> Path:
         """Writes one adapter to `folder/adapter.safetensors`, see `save_adapter`."""
@@ -303,16 +303,16 @@ class LinenLoRA:
 
     def load_adapter(self, adapters: Any, name: str, folder: str | Path) -> dict[str, Any]:
         """Returns the adapters with one replaced by a file from `save_adapter`."""
-        load_adapter(held := self.hold(adapters), name, folder)
-        return held.tree()
+        load_adapter(holder := self.hold(adapters), name, folder)
+        return holder.tree()
 
     def only_adapter(self, adapters: Any, name: str) -> tuple[LinenLoRA, dict[str, Any]]:
         """Returns one adapter alone, at its own rank: a `LinenLoRA` of it and its collection "LoRAParam"."""
-        only_adapter(held := self.hold(adapters), name)
+        only_adapter(holder := self.hold(adapters), name)
         spec, modules = self.adapters[self._number(name)], self._modules[: -len(KERNELS)]
         alone = LinenLoRA([spec], targets=self.targets[name], modules=modules, heads=self.heads, exclude=self.exclude)
-        alone._plans = {layer.path: layer.lora_plan for layer in held.layers if hasattr(layer, "lora_plan")}
-        return alone, held.tree()
+        alone._plans = {layer.path: layer.lora_plan for layer in holder.layers if hasattr(layer, "lora_plan")}
+        return alone, holder.tree()
 
     def _run(self, model: nn.Module, variables: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Ran:
         return find_layers(model, variables, self._modules, args, options, heads=self.heads)

@@ -101,9 +101,9 @@ def weights_of(module: nn.Module, kinds: Kinds) -> tuple[str, ...]:
 
     Those of a listed class, or the only matrix of a module of another package that has no submodules.
     """
-    listed = next((weight for cls, weight in kinds if isinstance(module, cls)), None)
-    if listed is not None:
-        names = listed(module) if callable(listed) else listed
+    weight_names = next((weight for cls, weight in kinds if isinstance(module, cls)), None)
+    if weight_names is not None:
+        names = weight_names(module) if callable(weight_names) else weight_names
         return (names,) if isinstance(names, str) else tuple(names)
     if type(module).__module__.startswith("flax."):
         return ()

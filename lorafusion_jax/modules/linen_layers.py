@@ -115,8 +115,8 @@ def find_layers(
         return frozen_multiply(x, w, inside, result)
 
     def watch(module: nn.Module) -> None:
-        own_params = params_of(module)
-        shapes = {name: _shape(nn.meta.unbox(own_params[name])) for name in matrices_of(own_params)}
+        module_params = params_of(module)
+        shapes = {name: _shape(nn.meta.unbox(module_params[name])) for name in matrices_of(module_params)}
         if shapes:
             watched.setdefault(tuple(module.path), (module, shapes))
 

@@ -100,9 +100,9 @@ class LoRALinear(nnx.Module):
         numbers = kind_numbers(self.kinds, kinds)
         self.numbers = nnx.data(None) if numbers is None else LoRAKinds(jnp.asarray(numbers))
         scales = [spec.scale for spec in adapters] or [1.0] * len(ranks)
-        drawn = {leaf.name: self._draw(leaf, ranks, rngs) for leaf in leaves_of(self.kinds)}
+        initial_leaves = {leaf.name: self._draw(leaf, ranks, rngs) for leaf in leaves_of(self.kinds)}
         started = start_bank(
-            self.kinds, numbers, drawn, self.kernel[...], shape=self._shape, ranks=ranks, scales=scales
+            self.kinds, numbers, initial_leaves, self.kernel[...], shape=self._shape, ranks=ranks, scales=scales
         )
         for leaf in leaves_of(self.kinds):
             variable = nnx.LoRAParam if leaf.trainable else LoRAConstant
@@ -119,8 +119,8 @@ class LoRALinear(nnx.Module):
             bits = np.random.default_rng(np.asarray(key_data))
             array = empty.copy()
             for index, rank in enumerate(ranks):
-                drawn = leaf.init(lambda count: bits.random(count, np.float32), leaf.shape(*self._shape, rank))
-                leaf.at_rank(array[index], rank)[...] = drawn
+                values = leaf.init(lambda count: bits.random(count, np.float32), leaf.shape(*self._shape, rank))
+                leaf.at_rank(array[index], rank)[...] = values
             return array
 
         key_data = jax.random.key_data(rngs.params())
@@ -364,9 +364,9 @@ def _dropped_product(bank: Bank, x: Array, w_KN: FrozenWeight, ctx: LoRAContext,
         return None
     rows = x.reshape(-1, x.shape[-1])
     row_adapter = jnp.repeat(ctx.tile_adapter, len(rows) // len(ctx.tile_adapter), total_repeat_length=len(rows))
-    kept_rows = inverse_keep(dropout.rate)[jnp.maximum(row_adapter, 0)][:, None] * rows.astype(jnp.float32)
-    kept_rows = jnp.where(keep_mask(dropout, row_adapter, rows.shape[1]), kept_rows, 0.0)
-    return _plain((kept_rows - rows).astype(x.dtype).reshape(x.shape), w_KN, None)
+    dropped_rows = inverse_keep(dropout.rate)[jnp.maximum(row_adapter, 0)][:, None] * rows.astype(jnp.float32)
+    dropped_rows = jnp.where(keep_mask(dropout, row_adapter, rows.shape[1]), dropped_rows, 0.0)
+    return _plain((dropped_rows - rows).astype(x.dtype).reshape(x.shape), w_KN, None)
 
 
 def _plain(x: Array, w_KN: FrozenWeight, bias: Array | None) -> Array:

@@ -132,12 +132,15 @@ def find_targets(
     raise_all(errors)
     targeted: dict[int, tuple[Candidate, set[str]]] = {}
     for candidate in candidates:
-        wanted = {name for name, names in targets.items() if any(candidate.path in hits[target] for target in names)}
-        if wanted:
-            targeted.setdefault(id(candidate.module), (candidate, set()))[1].update(wanted)
+        target_names = {
+            name for name, names in targets.items() if any(candidate.path in hits[target] for target in names)
+        }
+        if target_names:
+            targeted.setdefault(id(candidate.module), (candidate, set()))[1].update(target_names)
     order = list(targets)
     return {
-        candidate.path: (candidate, tuple(sorted(wanted, key=order.index))) for candidate, wanted in targeted.values()
+        candidate.path: (candidate, tuple(sorted(target_names, key=order.index)))
+        for candidate, target_names in targeted.values()
     }, list(left_out.values())
 
 
@@ -312,8 +315,10 @@ def _layers_without(hits: list[Path], paths: list[Path]) -> list[str]:
         for depth, part in enumerate(path[:-1]):
             if not isinstance(part, int):
                 continue
-            container, rest = path[:depth], path[depth + 1 :]
+            container, path_within = path[:depth], path[depth + 1 :]
             numbers = {other[depth] for other in paths if len(other) > depth and other[:depth] == container}
-            present = {hit[depth] for hit in hits if hit[:depth] == container and hit[depth + 1 :] == rest}
-            missing.update(dict.fromkeys(dotted((*container, number, *rest)) for number in sorted(numbers - present)))
+            present = {hit[depth] for hit in hits if hit[:depth] == container and hit[depth + 1 :] == path_within}
+            missing.update(
+                dict.fromkeys(dotted((*container, number, *path_within)) for number in sorted(numbers - present))
+            )
     return list(missing)

@@ -189,9 +189,11 @@ def _exchange(
     )
     run = _Run(product=product, where=where, experts=experts, may_cut=may_cut)
     first = len(closed.consts)
-    held = {first + n: _Held(name, tuple(range(used.weight.ndim))) for n, (name, used) in enumerate(weights.items())}
-    values = [*closed.consts, *(used.weight for used in weights.values())]
-    outputs, weights_out = run.evaluate(closed.jaxpr, values, held)
+    weight_parts = {
+        first + n: _Held(name, tuple(range(entry.weight.ndim))) for n, (name, entry) in enumerate(weights.items())
+    }
+    values = [*closed.consts, *(entry.weight for entry in weights.values())]
+    outputs, weights_out = run.evaluate(closed.jaxpr, values, weight_parts)
     if any(output.factors for output in weights_out.values()):
         raise unsupported_linear(where, "its call returns the weight, scaled")
     for name in names:
@@ -276,7 +278,7 @@ class _Run:
 
     def check_used_once(self, name: str) -> None:
         """Checks that a weight, or each part of it that the call takes, was in one product."""
-        parts = {part: times for (used, part), times in self.products.items() if used == name}
+        parts = {part: times for (weight_name, part), times in self.products.items() if weight_name == name}
         uses = sum(parts.values())
         if not parts or max(parts.values()) > 1 or len({len(part) for part in parts}) > 1:
             raise unsupported_linear(self.where, f"its call multiplies by the weight {uses} times, not once")
@@ -285,20 +287,22 @@ class _Run:
         """Returns the outputs, and which of them are weights themselves."""
         inputs = [*jaxpr.constvars, *jaxpr.invars]
         env = dict(zip(inputs, values, strict=True))
-        weight_of = {inputs[index]: held for index, held in weights.items()}
+        weight_of = {inputs[index]: weight_part for index, weight_part in weights.items()}
 
         def read(atom):
             return atom.val if isinstance(atom, Literal) else env[atom]
 
         def held_in(atoms):
-            held = {index: weight_of.get(atom) for index, atom in enumerate(atoms) if not isinstance(atom, Literal)}
-            return {index: weight for index, weight in held.items() if weight is not None}
+            part_by_index = {
+                index: weight_of.get(atom) for index, atom in enumerate(atoms) if not isinstance(atom, Literal)
+            }
+            return {index: weight for index, weight in part_by_index.items() if weight is not None}
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
             outputs, weights_out = self._step(jaxpr, eqn, operands, held_in(eqn.invars))
             env.update(zip(eqn.outvars, outputs, strict=True))
-            weight_of.update({eqn.outvars[index]: held for index, held in weights_out.items()})
+            weight_of.update({eqn.outvars[index]: weight_part for index, weight_part in weights_out.items()})
         return [read(atom) for atom in jaxpr.outvars], held_in(jaxpr.outvars)
 
     def _step(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any], weights: dict[int, _Held]):
@@ -307,21 +311,21 @@ class _Run:
             return _bind(jaxpr, eqn, operands), {}
         if name in _CALLS:
             inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-            shifted = {len(inner.consts) + index: held for index, held in weights.items()}
+            shifted = {len(inner.consts) + index: weight_part for index, weight_part in weights.items()}
             return self.evaluate(inner.jaxpr, [*inner.consts, *operands], shifted)
         if name == "dot_general" and len(weights) == 1:
             return [self._multiply(eqn, operands, weights)], {}
         if name in ("mul", "div") and len(weights) == 1 and (scaled := _scaled(name, operands, weights)) is not None:
             return scaled
-        held = weights.get(0)
-        if held is None:
+        weight_part = weights.get(0)
+        if weight_part is None:
             raise self._unsupported(name)
         if name == "transpose":
-            order = tuple(held.order[axis] for axis in eqn.params["permutation"])
-            return self._rearranged(jaxpr, eqn, operands), {0: replace(held, order=order)}
+            order = tuple(weight_part.order[axis] for axis in eqn.params["permutation"])
+            return self._rearranged(jaxpr, eqn, operands), {0: replace(weight_part, order=order)}
         if name in _SAME_AXES and len(eqn.outvars) == 1:
-            return self._rearranged(jaxpr, eqn, operands), {0: held.cast(eqn)}
-        parts = self._cut(eqn, operands[0], held)
+            return self._rearranged(jaxpr, eqn, operands), {0: weight_part.cast(eqn)}
+        parts = self._cut(eqn, operands[0], weight_part)
         return _bind(jaxpr, eqn, operands), parts
 
     def _cut(self, eqn: JaxprEqn, w: Any, held: _Held) -> dict[int, _Held]:
@@ -337,9 +341,9 @@ class _Run:
         raise self._unsupported("mul" if held.factors else name)  # what it did first
 
     def _multiply(self, eqn: JaxprEqn, operands: list[Any], weights: dict[int, _Held]) -> Array:
-        ((side, held),) = weights.items()
-        order = held.order
-        if held.cut is not None:
+        ((side, weight_part),) = weights.items()
+        order = weight_part.order
+        if weight_part.cut is not None:
             raise self._unsupported("slice")
         contract, batch = eqn.params["dimension_numbers"]
         pairs = sorted(zip((order[axis] for axis in contract[side]), contract[1 - side], strict=True))
@@ -348,7 +352,7 @@ class _Run:
         if [axis for axis, _ in shared] != list(range(experts)):
             raise unsupported_linear(self.where, "its product shares a batch axis between the input and the weight")
         self._check_precision(eqn.params["precision"])
-        self.products[held.name, held.part] += 1
+        self.products[weight_part.name, weight_part.part] += 1
         result, dtype = jnp.result_type(eqn.outvars[0].aval), jnp.promote_types(*map(_dtype, eqn.invars))
         if not jnp.issubdtype(dtype, jnp.floating) or not jnp.issubdtype(result, jnp.floating):
             raise unsupported_linear(self.where, f"its product is of {dtype} and gives {result}")
@@ -370,11 +374,11 @@ class _Run:
         sharding = eqn.params.get("out_sharding")
         if sharding is not None and experts:
             raise unsupported_linear(self.where, "it has a weight for each expert and sets out_sharding")
-        casts = None if held.casts is None else (*held.casts, dtype)
+        casts = None if weight_part.casts is None else (*weight_part.casts, dtype)
         placed = self._sharding(sharding, back)
-        product = Result(dtype=result, sharding=placed, experts=experts, part=held.part, casts=casts)
-        y = self.product(held.name, x, w, inside, product)
-        for factor in held.factors:
+        product = Result(dtype=result, sharding=placed, experts=experts, part=weight_part.part, casts=casts)
+        y = self.product(weight_part.name, x, w, inside, product)
+        for factor in weight_part.factors:
             y = (y * factor).astype(y.dtype)
         return jnp.transpose(y, back)
 
@@ -404,12 +408,12 @@ class _Run:
 
 def _scaled(name: str, operands: list[Any], weights: dict[int, _Held]) -> tuple[list[Any], dict[int, _Held]] | None:
     """Takes a scalar out of the weight: `w * c` and `w / c` are w, and a product that is scaled; otherwise None."""
-    ((side, held),) = weights.items()
+    ((side, weight_part),) = weights.items()
     scalar = operands[1 - side]
     if jnp.shape(scalar) or (name == "div" and side == 1):
         return None
     factor = scalar if name == "mul" else 1 / scalar
-    return [operands[side]], {0: replace(held, casts=None, factors=(*held.factors, factor))}
+    return [operands[side]], {0: replace(weight_part, casts=None, factors=(*weight_part.factors, factor))}
 
 
 def _only_index(eqn: JaxprEqn, shape: tuple[int, ...], axis: int) -> int | None:

@@ -156,10 +156,10 @@ class Session:
                 gradient is not finite. It keeps its weights, and what its rows had added is dropped; others step.
         """
         rows = self._state["rows"]
-        chosen = [name for name, count in zip(self.names, rows, strict=True) if count] if adapters is None else adapters
-        steps = np.array([self._number(name) for name in chosen], np.int32)
-        empty = [name for name, number in zip(chosen, steps, strict=True) if not rows[number]]
-        if empty or not chosen:
+        names = [name for name, count in zip(self.names, rows, strict=True) if count] if adapters is None else adapters
+        steps = np.array([self._number(name) for name in names], np.int32)
+        empty = [name for name, number in zip(names, steps, strict=True) if not rows[number]]
+        if empty or not names:
             message = f"{', '.join(empty) or 'no adapter'} had rows since the last step."
             message = message if not empty else f"{', '.join(empty)} had no rows since the last step."
             raise RunError("session.no-rows", message, fix="forward_backward with rows of the adapter")
@@ -246,8 +246,8 @@ class Session:
         shapes = self._check_rows(rows)
         examples = [
             (self._number(name), int(self._state["rows"][self._number(name)]) + index, row)
-            for name, listed in rows.items()
-            for index, row in enumerate(listed)
+            for name, adapter_rows in rows.items()
+            for index, row in enumerate(adapter_rows)
         ]
         examples.sort(key=lambda example: self._length(example[2]))
         for start in range(0, len(examples), self.capacity):
@@ -266,9 +266,9 @@ class Session:
         if not isinstance(rows, Mapping) or not any(map(len, rows.values())):
             raise ConfigError("session.rows", "there are no rows of adapters.", fix='{"NAME": [row, …]}')
         first: dict[str, tuple[int, ...]] | None = None
-        for name, listed in rows.items():
+        for name, adapter_rows in rows.items():
             self._number(name)
-            for index, row in enumerate(listed):
+            for index, row in enumerate(adapter_rows):
                 shapes = {key: np.shape(array)[key in self.ragged :] for key, array in sorted(row.items())}
                 first = shapes if first is None else first
                 scalars = [key for key in self.ragged & row.keys() if not np.ndim(row[key])]
