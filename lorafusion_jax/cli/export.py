@@ -128,9 +128,9 @@ def command(
         specs = {name: exported_spec(adapter_spec(config.adapter(name))) for name in sources}
         base = config.base.hub_id or str(config.base.model)
         experts = any(spec.on_experts for spec in specs.values())
-        renamed = experts and family_named(ModelConfig.from_hf(base_directory(config)).family).renamed_experts
+        renames_experts = experts and family_named(ModelConfig.from_hf(base_directory(config)).family).renamed_experts
         folders = {name: (specs[name], targets[name]) for name in sources}
-        for line in commands(base, folders, renamed_experts=renamed)[:MOST_COMMANDS]:
+        for line in commands(base, folders, renamed_experts=renames_experts)[:MOST_COMMANDS]:
             console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
     first = next(iter(sources), "")
     if merge:

@@ -43,7 +43,7 @@ def cursor_of(after: str | None) -> tuple[float, str] | None:
     if after is None:
         return None
     try:
-        created, name = json.loads(base64.urlsafe_b64decode(after))
-        return float(created), str(name)
+        created_at, name = json.loads(base64.urlsafe_b64decode(after))
+        return float(created_at), str(name)
     except (ValueError, TypeError):
         raise ApiError(422, "api.cursor", "after is not a cursor.", fix="the `next` of the page before") from None
