@@ -172,8 +172,10 @@ class RunFolder:
         try:
             yield
         except LoraFusionError as problem:
-            written = run_record.file_digest(self.read_record(), CONFIG)
-            if written is None or written == run_record.text_digest(read_text(self._current(CONFIG), SETTINGS)):
+            record_digest = run_record.file_digest(self.read_record(), CONFIG)
+            if record_digest is None or record_digest == run_record.text_digest(
+                read_text(self._current(CONFIG), SETTINGS)
+            ):
                 raise
             changed = CheckpointError(
                 "run.config-changed",
@@ -306,9 +308,9 @@ class RunFolder:
         """Links `latest` to the newest exported folder and removes all but the newest `keep` and the best one."""
         steps, best = self.exported(name), self.best(name)
         _link(steps[-1], LATEST)
-        for old in steps[:-keep]:
-            if old != best:
-                remove_folder(old)
+        for step_folder in steps[:-keep]:
+            if step_folder != best:
+                remove_folder(step_folder)
 
     def remove_later(self, name: str, step: int) -> None:
         """Removes exported folders of steps after the last one of an adapter.

@@ -74,10 +74,10 @@ class Difference(NamedTuple):
 
 def differences(before: JobConfig, now: JobConfig) -> Iterator[Difference]:
     """Yields the settings that differ."""
-    old, new = flat_settings(before), flat_settings(now)
-    for name in dict.fromkeys((*old, *new)):
-        if old.get(name) != new.get(name):
-            yield Difference(name, old.get(name, "absent"), new.get(name, "absent"))
+    settings_before, settings_now = flat_settings(before), flat_settings(now)
+    for name in dict.fromkeys((*settings_before, *settings_now)):
+        if settings_before.get(name) != settings_now.get(name):
+            yield Difference(name, settings_before.get(name, "absent"), settings_now.get(name, "absent"))
 
 
 def flat_settings(config: JobConfig) -> dict[str, object]:

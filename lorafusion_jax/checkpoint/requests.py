@@ -130,8 +130,8 @@ def _write(folder: Path, content: dict[str, Any]) -> Path:
 def remove_parts(folder: Path) -> None:
     """Removes what killed processes have left of their requests. Those of processes that live are being written."""
     for part in (folder / FOLDER).glob(f".*.json{PART}"):
-        written_by = PART_NAME.fullmatch(part.name)
-        if written_by and not _lives(int(written_by[1])):
+        writer = PART_NAME.fullmatch(part.name)
+        if writer and not _lives(int(writer[1])):
             part.unlink(missing_ok=True)
 
 

@@ -64,14 +64,14 @@ def held_by(folder: Path) -> dict:
         with open_regular(folder / FILE, SETTINGS) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                held = False
+                is_locked = False
             except BlockingIOError:
-                held = True
+                is_locked = True
             who = json.loads(file.read() or "{}")
     except (OSError, ValueError, RecursionError):
         return {"alive": None}
     who = who if isinstance(who, dict) else {}
-    return who | {"alive": held or (False if who.get("host") == socket.gethostname() else None)}
+    return who | {"alive": is_locked or (False if who.get("host") == socket.gethostname() else None)}
 
 
 def _try_to_hold(file: TextIO) -> bool:

@@ -109,10 +109,10 @@ class StateStore:
         Raises:
             RunError: `save.no-space`.
         """
-        needed = size * HEADROOM
+        required_bytes = size * HEADROOM
         free = shutil.disk_usage(self._directory if self._directory.exists() else self._directory.parent).free
-        if free < needed:
-            raise self._no_space(f"{needed / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free")
+        if free < required_bytes:
+            raise self._no_space(f"{required_bytes / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free")
 
     def _arrays(self) -> ocp.Checkpointer:
         """Returns a checkpointer without barriers: each process reads separately."""

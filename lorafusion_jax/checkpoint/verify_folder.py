@@ -113,8 +113,8 @@ def _missing_rows(folder: RunFolder) -> tuple[str, ...]:
     """Reports metrics.jsonl if it is shorter than when the last checkpoint was written."""
     last = [row for row in read_rows(folder.path / "events.jsonl") if row["kind"] in ("started", "saved")][-1:]
     before = last[0].get("metrics_bytes", 0) if last else 0
-    now = (folder.path / "metrics.jsonl").stat().st_size
-    return (f"metrics.jsonl: rows are missing at its end, it has {now} of {before} bytes",) if now < before else ()
+    size = (folder.path / "metrics.jsonl").stat().st_size
+    return (f"metrics.jsonl: rows are missing at its end, it has {size} of {before} bytes",) if size < before else ()
 
 
 def _states(path: Path) -> Iterator[FileCheck]:

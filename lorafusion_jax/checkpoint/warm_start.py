@@ -111,10 +111,10 @@ def start_from(
     for index, arrays in starts.items():
         name = list(lora)[index]
         spec = specs[index]
-        put = put_adapter(
+        leaves = put_adapter(
             with_adapter_axis(lora[name]), 0, arrays, spec.kind, spec.head, spec.patterns, layers, spec.tokens
         )
-        started[name] = {leaf: array[:, 0] for leaf, array in put.items()}
+        started[name] = {leaf: array[:, 0] for leaf, array in leaves.items()}
     return started
 
 

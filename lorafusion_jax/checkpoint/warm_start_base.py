@@ -27,13 +27,13 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def check_start_bases(config: JobConfig) -> list[LoraFusionError]:
     """Finds adapters of `lora.init_from` that were trained on another base model (`peft.other-base`)."""
     errors: list[LoraFusionError] = []
-    now: dict[str, dict[str, str]] = {}
+    digests: dict[str, dict[str, str]] = {}
     for name, folder in _starts(config):
         try:
-            if _digests(folder) and not now:
-                now = base_digests(base_directory(config))
+            if _digests(folder) and not digests:
+                digests = base_digests(base_directory(config))
             same_base = config.adapter(name).lora.same_base
-            why = _contradiction(folder, config, now, same_base=same_base)
+            why = _contradiction(folder, config, digests, same_base=same_base)
         except LoraFusionError:  # no such base or folder: reading them reports that
             continue
         if why:
@@ -60,9 +60,9 @@ def unproven_bases(config: JobConfig) -> list[str]:
         except LoraFusionError:
             continue
         if unproven:
-            made_for = f"for '{recorded}'" if recorded else "for a base model that its folder does not name"
+            for_base = f"for '{recorded}'" if recorded else "for a base model that its folder does not name"
             notes.append(
-                f"{name}: lora.init_from was made {made_for}. "
+                f"{name}: lora.init_from was made {for_base}. "
                 f"All shapes fit, but it is unknown whether that is '{config.base.model}'"
             )
     return notes

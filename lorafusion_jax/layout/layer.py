@@ -239,8 +239,8 @@ class LayerSpec:
         Backward recomputes everything else from them without a matrix product: norm outputs, rotated heads and
         act(gate) · up.
         """
-        named = [tensor.checkpoint for tensor in self.saved if tensor.checkpoint]
-        return (*dict.fromkeys(named), *LORA_CHECKPOINTS)
+        names = [tensor.checkpoint for tensor in self.saved if tensor.checkpoint]
+        return (*dict.fromkeys(names), *LORA_CHECKPOINTS)
 
     def linear(self, name: str) -> Linear:
         """The projection with this name."""
