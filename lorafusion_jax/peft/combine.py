@@ -147,8 +147,8 @@ def _pruned(tensor: np.ndarray, how: Combination, keep: Keep) -> np.ndarray:
     # PEFT's tensors are the transposed ones: equal values are kept in its order.
     stored = np.swapaxes(tensor, -1, -2)
     if how.method.startswith("dare"):
-        kept = keep(stored.shape, how.density)
-        return np.swapaxes(np.where(kept, stored / np.float32(how.density), np.float32(0)), -1, -2)
+        is_kept = keep(stored.shape, how.density)
+        return np.swapaxes(np.where(is_kept, stored / np.float32(how.density), np.float32(0)), -1, -2)
     count = int(how.density * stored.size)
     mask = np.zeros(stored.size, bool)
     mask[np.argsort(-np.abs(stored).reshape(-1), kind="stable")[:count]] = True

@@ -118,17 +118,17 @@ def from_file(tensors: Mapping[str, np.ndarray], raw: Mapping[str, Any], where: 
     """
     targets, rank = targets_of(raw), raw.get("r")
     rank = rank if type(rank) is int else 0
-    named = {our_key(key, targets): array for key, array in tensors.items()}
+    tensor_by_key = {our_key(key, targets): array for key, array in tensors.items()}
     problems = [
         f"misshapen: {key} is {list(array.shape)}, which is no whole number of experts of rank {rank}"
-        for key, array in named.items()
+        for key, array in tensor_by_key.items()
         if _expert_target(key) and not _is_whole(key, array, rank)
     ]
     if problems:
         raise CheckpointError(
             "peft.tensors", "the file does not hold this adapter.", where=where + "\n    " + "\n    ".join(problems)
         )
-    return {key: _stacked(array, rank, key) if _expert_target(key) else array for key, array in named.items()}
+    return {key: _stacked(array, rank, key) if _expert_target(key) else array for key, array in tensor_by_key.items()}
 
 
 def _expert_target(key: str) -> str | None:

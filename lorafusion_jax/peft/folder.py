@@ -131,8 +131,8 @@ def write_adapter(
         settings = json.dumps(config_of(spec, base_name, quantize, revision, paths, multimodal), indent=2)
         (folder / CONFIG_FILE).write_text(settings + "\n", encoding="utf-8")
         in_file = to_file(tensors)
-        named = {whole_name(key): array for key, array in in_file.items()} if multimodal else in_file
-        write_tensors(folder / TENSOR_FILE, named)
+        file_tensors = {whole_name(key): array for key, array in in_file.items()} if multimodal else in_file
+        write_tensors(folder / TENSOR_FILE, file_tensors)
         _check_copy(folder, spec, tensors)
         if finish := options.get("finish"):
             finish(folder)
@@ -230,11 +230,11 @@ def _read(folder: Path, kind: str | None = None, head: Head | None = None) -> tu
     check_digests(folder)
     raw, stored, where = read_config(folder), read_tensors(folder), str(folder / TENSOR_FILE)
     raw = without_absent(raw, stored)
-    named = {text_name(key)[0]: array for key, array in stored.items()}
-    if len(named) < len(stored):
+    text_tensors = {text_name(key)[0]: array for key, array in stored.items()}
+    if len(text_tensors) < len(stored):
         why = "the text part of a multimodal model has two names in it"
         raise CheckpointError("peft.tensors", f"{TENSOR_FILE} does not hold one adapter.", where=where, why=why)
-    tensors = from_file(named, raw, where)
+    tensors = from_file(text_tensors, raw, where)
     kind = kind_of(raw) if kind is None else kind
     paths, name, settings = _paths(tensors, adapter_kind(kind)), folder.resolve().name, str(folder / CONFIG_FILE)
     described = describe(raw, paths, name, settings, kind=kind, head=head, root=root_of(stored))
@@ -263,8 +263,8 @@ def name_for_multimodal(folder: Path, kind: str, head: Head | None = None) -> No
         return
     settings = read_config(folder)
     paths = [path for path in arrays if path not in NOT_PROJECTIONS]
-    named = config_of(described.spec, described.base, NONE, described.revision, paths, multimodal=True)
-    text = json.dumps(settings | {key: named[key] for key in BY_PATH if key in named}, indent=2)
+    whole_settings = config_of(described.spec, described.base, NONE, described.revision, paths, multimodal=True)
+    text = json.dumps(settings | {key: whole_settings[key] for key in BY_PATH if key in whole_settings}, indent=2)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     write_tensors(folder / TENSOR_FILE, {whole_name(key): array for key, array in read_tensors(folder).items()})
 
@@ -360,13 +360,13 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
         experts = leaf.axes[:1] if leaf.axes[:1] == ("E",) else ()
         axes = (*experts, *leaf.axes[len(experts) :][::-1])  # PEFT has them transposed
         projection = path.split(".", 2)[-1]
-        known = {"R": described.ranks.get(path, described.spec.rank)} | {
+        size_by_axis = {"R": described.ranks.get(path, described.spec.rank)} | {
             axis: axis for axis in axes if axis not in AXES
         }
-        known |= {"M": len(rows[leaf.name])} if path == TOKENS else {}
+        size_by_axis |= {"M": len(rows[leaf.name])} if path == TOKENS else {}
         sizes = shape if len(shape) == len(axes) else (0,) * len(axes)
         expected = tuple(
-            known[axis] if axis in known else _expected_width(projection, axis, size, widths)
+            size_by_axis[axis] if axis in size_by_axis else _expected_width(projection, axis, size, widths)
             for axis, size in zip(axes, sizes, strict=True)
         )
         if shape != expected:

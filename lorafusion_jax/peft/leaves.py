@@ -113,7 +113,9 @@ def put_adapter(
     table = adapter_kind(kind)
     projections = _projections(lora_leaves, table, layers)
     places = {
-        unrolled: (path, layer_index) for path, known in projections.items() for unrolled, layer_index in known.items()
+        unrolled: (path, layer_index)
+        for path, layer_indices in projections.items()
+        for unrolled, layer_index in layer_indices.items()
     }
     present = {path: at for path, at in places.items() if patterns is None or patterns.has(path)}
     _check_fit(lora_leaves, table, present, arrays)
@@ -212,8 +214,8 @@ def _shared_of_targets(kind: AdapterKind, arrays: Arrays, shapes: Sequence[tuple
     """Cuts shared tensors to the largest sizes of the adapter's targets, as PEFT has them."""
     if not kind.shared:
         return {}
-    known_shapes = [shape for shape in shapes if shape is not None]
-    largest = {"K": max(shape[0] for shape in known_shapes), "N": max(shape[1] for shape in known_shapes)}
+    projection_shapes = [shape for shape in shapes if shape is not None]
+    largest = {"K": max(shape[0] for shape in projection_shapes), "N": max(shape[1] for shape in projection_shapes)}
     return {SHARED: tuple(leaf.cut(array, largest) for leaf, array in zip(kind.shared, arrays[SHARED], strict=True))}
 
 
@@ -239,10 +241,14 @@ def tensors_at(
     """
     kind = adapter_kind(spec.kind)
     tensors = dict(zip(kind.leaves_at(path), arrays[path], strict=True))
-    known = {axis: size for leaf, array in tensors.items() for axis, size in zip(leaf.axes, array.shape, strict=True)}
-    num_in, num_out = (known.get("K", 0), known.get("N", 0)) if shape is None else shape
-    cut = {axis: size for axis, size in (("K", num_in), ("N", num_out)) if size}
-    shared = {leaf: leaf.cut(array, cut) for leaf, array in zip(kind.shared, arrays.get(SHARED, ()), strict=True)}
+    size_by_axis = {
+        axis: size for leaf, array in tensors.items() for axis, size in zip(leaf.axes, array.shape, strict=True)
+    }
+    num_in, num_out = (size_by_axis.get("K", 0), size_by_axis.get("N", 0)) if shape is None else shape
+    shared_sizes = {axis: size for axis, size in (("K", num_in), ("N", num_out)) if size}
+    shared = {
+        leaf: leaf.cut(array, shared_sizes) for leaf, array in zip(kind.shared, arrays.get(SHARED, ()), strict=True)
+    }
     sizes = Sizes(K=num_in, N=num_out, R=spec.rank_at(path), scale=np.float32(spec.scale_at(path)))
     return {leaf.name: array for leaf, array in (tensors | shared).items()}, sizes
 

@@ -126,9 +126,11 @@ def _parts(config: ModelConfig, arrays: Arrays, places: Mapping[str, Stored]) ->
             parts[path] = expert_parts(family, config.layer(layer).linear(name), layer)
         else:
             parts[path] = (Part(name=family.tensor_name(f"model.{path}.weight"), shape=()),)
-    names = _names(config, [part.name for listed in parts.values() for part in listed], places)
-    renamed = {path: tuple(replace(part, name=names[part.name]) for part in listed) for path, listed in parts.items()}
-    return {part.name: (path, part) for path, listed in renamed.items() for part in as_stored(listed, places)}
+    names = _names(config, [part.name for path_parts in parts.values() for part in path_parts], places)
+    renamed = {
+        path: tuple(replace(part, name=names[part.name]) for part in path_parts) for path, path_parts in parts.items()
+    }
+    return {part.name: (path, part) for path, path_parts in renamed.items() for part in as_stored(path_parts, places)}
 
 
 def _names(config: ModelConfig, names: Sequence[str], places: Mapping[str, Stored]) -> Mapping[str, str]:
@@ -294,10 +296,10 @@ def _misfits_of_experts(parts: Mapping[str, tuple[str, Part]], spec: AdapterSpec
         if part.shape:
             of_path.setdefault(path, []).append(part)
     problems = []
-    for path, listed in of_path.items():
+    for path, path_parts in of_path.items():
         sizes, experts = tensors_at(spec, arrays, path)[1], len(arrays[path][0])
-        rows = max(part.row + part.rectangle[0] for part in listed)
-        columns = max(part.column + part.rectangle[1] for part in listed)
+        rows = max(part.row + part.rectangle[0] for part in path_parts)
+        columns = max(part.column + part.rectangle[1] for part in path_parts)
         if (rows, columns) != (sizes.N, experts * sizes.K):
             shape = f"{experts} experts of {sizes.K} → {sizes.N}"
             problems.append(f"misshapen: the adapter of {path} has {shape}, which the base's tensors do not fit")
@@ -313,8 +315,8 @@ def _misfit_of_rows(name: str, rows: Rows, places: Mapping[str, Stored]) -> str:
     if stored.dtype not in _DTYPES:
         return f"quantised: {name} is {stored.dtype}, only {', '.join(_DTYPES)} can be merged into"
     if stored.shape[1:] != values_DM.shape[:1] or stored.shape[0] <= max(tokens):
-        needed = f"at least {[max(tokens) + 1, len(values_DM)]}"
-        return f"misshapen: {name} is {list(stored.shape)}, the adapter needs {needed}"
+        least_shape = f"at least {[max(tokens) + 1, len(values_DM)]}"
+        return f"misshapen: {name} is {list(stored.shape)}, the adapter needs {least_shape}"
     return ""
 
 

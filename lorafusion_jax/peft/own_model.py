@@ -114,8 +114,8 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
     check_digests(folder)
     arrays, _ = _arrays(model, name)
     names = _names([path for path in arrays if path != SHARED], keys)
-    wanted = _tensors(arrays, spec.kind, names)
-    tensors = {key if key in wanted else text_name(key)[0]: array for key, array in read_tensors(folder).items()}
+    model_tensors = _tensors(arrays, spec.kind, names)
+    tensors = {key if key in model_tensors else text_name(key)[0]: array for key, array in read_tensors(folder).items()}
     endings = [f".{leaf.peft_name}" for leaf in kind.of_projections]
     paths = list(
         dict.fromkeys(
@@ -133,8 +133,8 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
         if saved != current
     ]
     problems += ["it has ranks, alphas or layers by pattern"] if described.spec.patterns is not None else []
-    problems += [f"missing: {key}" for key in wanted if key not in tensors]
-    problems += [f"extra: {key}" for key in tensors if key not in wanted]
+    problems += [f"missing: {key}" for key in model_tensors if key not in tensors]
+    problems += [f"extra: {key}" for key in tensors if key not in model_tensors]
     if problems:
         raise CheckpointError(
             "lora.misfit",

@@ -282,8 +282,8 @@ def _other_head(saved: Any, head: Head | None, where: str) -> CheckpointError:
 
 def dropout_key(kind: AdapterKind) -> str:
     """PEFT's name of dropout: lora_dropout, or what the kind writes from the specification."""
-    named = (key for key, value in (kind.peft or {}).items() if key.endswith("_dropout") and callable(value))
-    return next(named, "lora_dropout")
+    keys = (key for key, value in (kind.peft or {}).items() if key.endswith("_dropout") and callable(value))
+    return next(keys, "lora_dropout")
 
 
 def _no_scale(key: str, kind: str, where: str) -> CheckpointError:
@@ -465,8 +465,8 @@ def _number(
     elif good:
         good = 0 < value <= (MOST_RANK if is_rank else 1e30) and (not is_rank or value == int(value))
     if not good:
-        needed = "in [0, 1)" if key.endswith("_dropout") else "a whole number from 1" if is_rank else "above 0"
-        message = f"{key}={shortened(value)} cannot be used: it must be {needed}."
+        valid_range = "in [0, 1)" if key.endswith("_dropout") else "a whole number from 1" if is_rank else "above 0"
+        message = f"{key}={shortened(value)} cannot be used: it must be {valid_range}."
         errors.append(CheckpointError("peft.bad-config", message, where=where))
         return 1
     return value

@@ -89,16 +89,16 @@ def names_each(spec: AdapterSpec, paths: Collection[str], multimodal: bool) -> b
 
 def _one_by_one(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[str], root: str) -> dict[str, Any]:
     """Settings that name each projection by its path, in place of names and patterns."""
-    named = {path: f"{root}{path}" for path in paths}
-    modules = [named[path] for path in paths if path.rpartition(".")[2] in config["target_modules"]]
-    weights = {f"{path}.weight" for path in named.values()}
+    full_paths = {path: f"{root}{path}" for path in paths}
+    modules = [full_paths[path] for path in paths if path.rpartition(".")[2] in config["target_modules"]]
+    weights = {f"{path}.weight" for path in full_paths.values()}
     parameters = [
         full
         for name in config.get("target_parameters") or []
         for full in (sorted(path for path in weights if path.endswith(f".{name}")) or [name])
     ]
-    ranks = {named[path]: rank for path in paths if (rank := spec.rank_at(path)) != config["r"]}
-    alphas = {} if spec.patterns is None else {named[path]: spec.patterns.alpha_of(path) for path in paths}
+    ranks = {full_paths[path]: rank for path in paths if (rank := spec.rank_at(path)) != config["r"]}
+    alphas = {} if spec.patterns is None else {full_paths[path]: spec.patterns.alpha_of(path) for path in paths}
     alphas = {path: alpha for path, alpha in alphas.items() if alpha != spec.alpha}
     settings = {"target_modules": modules, "layers_to_transform": None, "exclude_modules": None}
     settings |= {"target_parameters": parameters} if parameters else {}
