@@ -294,17 +294,17 @@ def _overlapping(adapter: schema.AdapterConfig, directory: Path) -> Iterator[str
     if adapter.lora.init_from is None:
         return
     try:
-        described = describe_folder(directory / adapter.lora.init_from, adapter.lora.adapter_kind)
+        start = describe_folder(directory / adapter.lora.init_from, adapter.lora.adapter_kind)
     except (LoraFusionError, OSError, ValueError):  # who reads the folder says why
         return
-    patterns = described.spec.patterns
+    patterns = start.spec.patterns
     for key, values in (
         () if patterns is None else (("rank_pattern", patterns.ranks), ("alpha_pattern", patterns.alphas))
     ):
-        for path in described.ranks:
-            matched = {name: value for name, value in values if matches(name, path)}
-            if len(set(matched.values())) > 1:
-                both = " and ".join(map(repr, matched))
+        for path in start.ranks:
+            value_by_pattern = {name: value for name, value in values if matches(name, path)}
+            if len(set(value_by_pattern.values())) > 1:
+                both = " and ".join(map(repr, value_by_pattern))
                 yield (
                     f"{adapter.name}: {both} of {key} in {adapter.lora.init_from} match one projection ({path}). "
                     "The first counts, but PEFT sorts patterns when it saves: the adapter may have been trained with "

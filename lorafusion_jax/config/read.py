@@ -39,8 +39,8 @@ class Source:
     def typed(self, keys: Keys) -> str:
         """The override that set this key; empty if its value is from the file."""
         for override, text in reversed(self.overrides):
-            opened = override[: len(keys)] == keys and keys[0] not in self.values  # section of overrides only
-            if keys[: len(override)] == override or opened:
+            in_section = override[: len(keys)] == keys and keys[0] not in self.values  # section of overrides only
+            if keys[: len(override)] == override or in_section:
                 return text
         return ""
 

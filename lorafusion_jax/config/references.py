@@ -40,12 +40,12 @@ def reference_of(adapter: AdapterConfig, names: Collection[str]) -> ReferenceWei
     objective = adapter.objective.chosen
     if not objective.compares:
         return None
-    spelled = objective.reference or (BASE if adapter.lora.init_from is None else START)
-    if spelled == BASE:
+    name = objective.reference or (BASE if adapter.lora.init_from is None else START)
+    if name == BASE:
         return ReferenceWeights("base")
-    if spelled == START:
+    if name == START:
         return ReferenceWeights("adapter", adapter.name)
-    return ReferenceWeights("adapter" if spelled in names else "folder", spelled)
+    return ReferenceWeights("adapter" if name in names else "folder", name)
 
 
 def unknown_reference(adapter: AdapterConfig, names: Collection[str], directory: Path) -> str | None:

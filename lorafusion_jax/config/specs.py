@@ -26,8 +26,8 @@ def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
     targets = model_targets(config)
     tokenizer = tokenizer_file(config)
     specs = [adapter_spec(adapter, targets, tokenizer) for adapter in config.adapters]
-    some = any(spec.patterns is not None or spec.tokens is not None for spec in specs)
-    if some and (model := _model(config)) is not None:
+    selective = any(spec.patterns is not None or spec.tokens is not None for spec in specs)
+    if selective and (model := _model(config)) is not None:
         raise_all([error for spec in specs for error in _unmatched(spec, model)])
         rows = [(spec.name, spec.tokens) for spec in specs if spec.tokens is not None]
         raise_all([error for name, tokens in rows for error in unusable_rows(name, tokens, model)])
