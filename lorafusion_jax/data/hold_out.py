@@ -70,10 +70,10 @@ def _looks(samples: TokenizedSet) -> np.ndarray:
     """Length and some tokens of each sample as one number; equal samples have equal ones."""
     looks, lengths = samples.lengths.astype(np.uint64), samples.lengths
     for start in range(0, len(samples), PROBED_SAMPLES):
-        some = slice(start, start + PROBED_SAMPLES)
+        block = slice(start, start + PROBED_SAMPLES)
         for probe in range(PROBES):
-            at = samples.offsets[:-1][some] + (lengths[some] - 1) * probe // (PROBES - 1)
-            looks[some] = looks[some] * MIXER + samples.tokens[at].astype(np.uint64)
+            at = samples.offsets[:-1][block] + (lengths[block] - 1) * probe // (PROBES - 1)
+            looks[block] = looks[block] * MIXER + samples.tokens[at].astype(np.uint64)
         release(samples.tokens)
     return looks
 

@@ -108,8 +108,8 @@ def join_sources(sets: Sequence[TokenizedSet], folder: Path) -> TokenizedSet:
     reports = [samples.report for samples in sets]
     first = reports[0]
     name = first.source if len(reports) == 1 else f"{first.source} and {len(reports) - 1} more"
-    joined = replace(join_reports(reports), source=name, dropped=(), too_long=(), notes=(), parts=tuple(reports))
-    return builder.finish_temporary(joined)
+    report = replace(join_reports(reports), source=name, dropped=(), too_long=(), notes=(), parts=tuple(reports))
+    return builder.finish_temporary(report)
 
 
 def select_samples(samples: TokenizedSet, indices: np.ndarray, report: DataReport) -> TokenizedSet:
@@ -117,9 +117,9 @@ def select_samples(samples: TokenizedSet, indices: np.ndarray, report: DataRepor
     builder = SetBuilder(user_cache("tokens"))
     longest, learned = 0, 0
     for start in range(0, len(indices), SUMMED_SAMPLES):
-        some = samples.select(indices[start : start + SUMMED_SAMPLES], report)
-        longest, learned = max(longest, some.report.longest), learned + some.report.loss_tokens
-        builder.append(some)
+        block = samples.select(indices[start : start + SUMMED_SAMPLES], report)
+        longest, learned = max(longest, block.report.longest), learned + block.report.loss_tokens
+        builder.append(block)
         release(samples.tokens)
         release(samples.loss_mask)
     selection = builder.finish_temporary(report)

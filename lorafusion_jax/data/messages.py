@@ -103,10 +103,10 @@ def _calls(content: Any, number: int) -> list[dict]:
 def _joined_parts(parts: list, number: int) -> str:
     """Joins the parts of a content, {type: text, text: …}, or `value` for it."""
     texts = [part.get("text", part.get("value")) for part in parts if isinstance(part, dict)]
-    joined = [text for text in texts if isinstance(text, str)]
-    if len(joined) < len(parts) or any(part.get("type", "text") != "text" for part in parts):
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) < len(parts) or any(part.get("type", "text") != "text" for part in parts):
         raise BadRow("data.bad-type", f"message {number} has parts that are not text")
-    return "".join(joined)
+    return "".join(strings)
 
 
 def says_something(message: dict) -> bool:

@@ -65,13 +65,13 @@ def _sample(samples: TokenizedSet, index: int, tokenizer: Tokenizer) -> Iterator
 
 
 def _tokens(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Text:
-    added = tokenizer.added_ids
+    added_ids = tokenizer.added_ids
     text, inside = Text(), False
     for number, (piece, first, learned) in enumerate(_pieces(tokens, mask, tokenizer)):
         if learned != inside:
             text.append(OPEN if learned else CLOSE, style="green")
             inside = learned
-        special = first in added
+        special = first in added_ids
         style = SPECIAL[learned] if special else (LEARNED if learned else CONTEXT)[number % 2]
         text.append("".join(VISIBLE.get(character, character) for character in piece), style=style)
     text.append(CLOSE if inside else "", style="green")

@@ -212,8 +212,8 @@ def _left_over(members: Sequence[_OneRow], size: int) -> list[str]:
     if not members:
         return []
     rows = [*dict.fromkeys(member.number for member in members)]
-    which = f"row{'s'[: len(rows) > 1]} {first_few(rows, 5)}"
-    return [f"[data.group-rest] left out at the end, no whole group of {size}: {which}"]
+    rows_text = f"row{'s'[: len(rows) > 1]} {first_few(rows, 5)}"
+    return [f"[data.group-rest] left out at the end, no whole group of {size}: {rows_text}"]
 
 
 def _no_group(rows: Rows, size: int, count: int, adapter: str) -> DataError:

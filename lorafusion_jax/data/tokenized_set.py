@@ -195,9 +195,9 @@ class TokenizedSet:
         """Sums numbers of the tokens, [T], over each segment of each sample: [n, S]."""
         starts, sums = self.segment_starts, []
         for first in range(0, len(self), SUMMED_SAMPLES):
-            some = starts[first : first + SUMMED_SAMPLES]
+            part = starts[first : first + SUMMED_SAMPLES]
             begin, end = self.offsets[first], self.offsets[min(first + SUMMED_SAMPLES, len(self))]
-            sums.append(np.add.reduceat(values[begin:end].astype(dtype), some.reshape(-1) - begin).reshape(some.shape))
+            sums.append(np.add.reduceat(values[begin:end].astype(dtype), part.reshape(-1) - begin).reshape(part.shape))
             release(values)
         return np.concatenate(sums)
 

@@ -94,8 +94,8 @@ class Tokenizer:
     @property
     def special_ids(self) -> np.ndarray:
         """Ids of the special tokens, which no text is split into."""
-        added = self.backend.get_added_tokens_decoder()
-        return np.array([number for number, token in added.items() if token.special], np.int32)
+        token_by_id = self.backend.get_added_tokens_decoder()
+        return np.array([number for number, token in token_by_id.items() if token.special], np.int32)
 
     @property
     def added_ids(self) -> frozenset[int]:
@@ -105,8 +105,8 @@ class Tokenizer:
     @property
     def special_texts(self) -> dict[str, int]:
         """The texts of the special tokens, each with its id."""
-        added = self.backend.get_added_tokens_decoder()
-        return {token.content: number for number, token in added.items() if token.special}
+        token_by_id = self.backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in token_by_id.items() if token.special}
 
     @property
     def template_hash(self) -> str:
@@ -320,8 +320,8 @@ def _check_inserted_texts(content: bytes) -> None:
     Raises:
         ValueError: one does.
     """
-    if (inserted := INSERTED.search(content)) is not None:
-        raise ValueError(f"its '{inserted[1].decode()}' inserts a text of more than {MOST_INSERTED} characters")
+    if (match := INSERTED.search(content)) is not None:
+        raise ValueError(f"its '{match[1].decode()}' inserts a text of more than {MOST_INSERTED} characters")
 
 
 def _read_json(path: Path) -> dict:

@@ -249,12 +249,12 @@ def end_of_turn(template: ChatTemplate, special: Sequence[str]) -> str | None:
     except TemplateProblem:
         return None
     try:
-        followed = template.render_answers([ASKED, ANSWERED, ASKED])
+        dialog = template.render_answers([ASKED, ANSWERED, ASKED])
     except TemplateProblem:
-        followed = alone
+        dialog = alone
     answer, tail = _split_after_answers(alone)
     tail = "" if tail and header.rstrip().endswith(tail) else tail  # written without being asked
-    for text in (answer, tail, _split_after_answers(followed)[0]):
+    for text in (answer, tail, _split_after_answers(dialog)[0]):
         if end := max((token for token in special if token and text.endswith(token)), key=len, default=None):
             return end
     return None
@@ -293,9 +293,9 @@ def marker_after_answer(
 
 def _normalize(message: dict, absent: dict) -> dict:
     """Returns a message as transformers passes it to templates: no nulls, reasoning under both of its names."""
-    filled = absent | {key: value for key, value in message.items() if value is not None}
-    thought = next((filled[key] for key in REASONING if key in filled), None)
-    return filled if thought is None else {"thinking": thought, **filled, "reasoning_content": thought}
+    fields = absent | {key: value for key, value in message.items() if value is not None}
+    thought = next((fields[key] for key in REASONING if key in fields), None)
+    return fields if thought is None else {"thinking": thought, **fields, "reasoning_content": thought}
 
 
 def check_template(template: ChatTemplate, where: str) -> None:

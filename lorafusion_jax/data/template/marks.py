@@ -26,7 +26,7 @@ def read_marks(marked: str) -> Marked:
     pieces: list[str] = []
     spans_by_turn: dict[int, list[Span]] = {}
     generated: list[tuple[int | None, Span]] = []
-    turn, opened, length = None, 0, 0
+    turn, generation_start, length = None, 0, 0
     for number, piece in enumerate(MARKS.split(marked)):
         if not number % 2:
             if piece and turn is not None:
@@ -36,9 +36,9 @@ def read_marks(marked: str) -> Marked:
             pieces.append(piece)
             length += len(piece)
         elif piece == GENERATION_OPEN:
-            opened = length
+            generation_start = length
         elif piece == GENERATION_CLOSE:
-            generated += [(turn, (opened, length))] if length > opened else []
+            generated += [(turn, (generation_start, length))] if length > generation_start else []
         else:
             turn = int(piece[1:-1]) if len(piece) > 2 else None
     return Marked("".join(pieces), spans_by_turn, generated)
