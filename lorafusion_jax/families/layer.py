@@ -86,5 +86,5 @@ class Layer(LayerSpec):
             object.__setattr__(self, "arrays", (*self.arrays, FrozenArray(path=SCALAR, half="mlp", shape=(1,))))
         # Experts read copies of the rows, so nobody keeps the rows themselves, but for an MLP beside them.
         if isinstance(self.mlp, Experts) and self.mlp.shared is None:
-            copied = f"{self.around.before.get('mlp')} out"
-            object.__setattr__(self, "saved", tuple(tensor for tensor in self.saved if tensor.name != copied))
+            mlp_input = f"{self.around.before.get('mlp')} out"
+            object.__setattr__(self, "saved", tuple(tensor for tensor in self.saved if tensor.name != mlp_input))

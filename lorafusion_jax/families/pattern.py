@@ -61,11 +61,11 @@ def read_pattern(
             malformed.append(f"{key} has {len(values)} entries, and there are {count} layers")
     if isinstance(hf.sliding_window_pattern, str) and hf.layer_types is None and hf.sliding_window is not None:
         unsupported.append(f"sliding_window_pattern={shortened(hf.sliding_window_pattern)} without layer_types")
-    known = (*LAYER_TYPES, LINEAR) if family.delta_net is not None or family.mixer is not None else LAYER_TYPES
+    readable = (*LAYER_TYPES, LINEAR) if family.delta_net is not None or family.mixer is not None else LAYER_TYPES
     if "mlp_layer_types" in family.meanings:
         unsupported += _unread_mlp_types(hf)
-    unknown = [name for name in dict.fromkeys(names) if name not in known]
-    unsupported += [f"layers of type {shortened(name)} (known: {', '.join(known)})" for name in unknown]
+    unknown = [name for name in dict.fromkeys(names) if name not in readable]
+    unsupported += [f"layers of type {shortened(name)} (known: {', '.join(readable)})" for name in unknown]
     if SLIDING in names and hf.sliding_window is None:
         by = "the family has" if hf.layer_types is None else "layer_types names"
         malformed.append(f"sliding_window is missing, and {by} layers of {SLIDING}")

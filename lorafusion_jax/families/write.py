@@ -209,7 +209,7 @@ def _rope(rope: Rope, model: Any, family: Family) -> dict[str, Any]:
         "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "original_max_positions"),
         "longrope": ("factor", "short_factors", "long_factors", "attention_factor", "original_max_positions"),
     }
-    spelled: dict[str, str] = {
+    key_of: dict[str, str] = {
         "original_max_positions": "original_max_position_embeddings",
         "short_factors": "short_factor",
         "long_factors": "long_factor",
@@ -217,7 +217,7 @@ def _rope(rope: Rope, model: Any, family: Family) -> dict[str, Any]:
     if model.latent is not None and model.latent.mscale:
         out["mscale_all_dim"] = model.latent.mscale
     kind = str(rope.scaling.kind)
-    numbers: dict[str, Any] = {str(spelled.get(name, name)): values[name] for name in names[kind]}
+    numbers: dict[str, Any] = {str(key_of.get(name, name)): values[name] for name in names[kind]}
     numbers = {name: list(value) if isinstance(value, tuple) else value for name, value in numbers.items()}
     return out | {"rope_type": kind} | numbers
 
