@@ -95,9 +95,9 @@ def paged_attention(
             )
             return o_THC.reshape(T, H * C)
     first_G, blocks = jnp.zeros(G, jnp.int32), M
-    if window is not None and (reached := -(-(window + J - 1) // S) + 1) < M:  # blocks that rows can see
+    if window is not None and (visible_blocks := -(-(window + J - 1) // S) + 1) < M:  # blocks that rows can see
         oldest_G = jnp.min(jnp.maximum(position_GJ, 0), 1) - window + 1
-        first_G, blocks = jnp.maximum(oldest_G, 0) // S, reached
+        first_G, blocks = jnp.maximum(oldest_G, 0) // S, visible_blocks
     number_GM = first_G[:, None] + jnp.arange(blocks)
     blocks_GM = jnp.take_along_axis(tables_GM, jnp.minimum(number_GM, M - 1), 1)
     at_GS = (number_GM[:, :, None] * S + jnp.arange(S)).reshape(G, -1)  # positions of the keys

@@ -40,14 +40,14 @@ def read_cached(tensor: Tensor, entry: Entry, kind: StoredKind, rule: ShardingRu
 
 def host_copy(x: jax.Array) -> np.ndarray:
     """Copies an array from the devices of this process, which hold all of it, and keeps nothing on the host."""
-    copied, parts = np.empty(x.shape, x.dtype), set()
+    array, parts = np.empty(x.shape, x.dtype), set()
     for shard in x.addressable_shards:
         if (part := str(shard.index)) not in parts:  # replicas hold the same bytes
             parts.add(part)
             # An array remembers its copy on the host, so a temporary one on the same buffer is copied.
             copy = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
-            copied[shard.index] = np.asarray(copy)
-    return copied
+            array[shard.index] = np.asarray(copy)
+    return array
 
 
 def program_digest(kind: StoredKind, shapes: Iterable[tuple[int, int]]) -> str:

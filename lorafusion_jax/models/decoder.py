@@ -113,10 +113,10 @@ class Decoder(nnx.Module):
         x_TD = embed(self.embed_tokens.weight[...], tokens, self.config.embedding_scale)
         if self.config.input_width:
             inputs = replace(inputs, of_layers=self._own_inputs(tokens, x_TD))
-        carried: Any = x_TD
+        carry: Any = x_TD
         for number, layer in enumerate(self.layers):
-            carried = run_layer(layer, carried, inputs, number, attention)
-        return final_norm(activations(carried), self.norm.weight[...], self.config)
+            carry = run_layer(layer, carry, inputs, number, attention)
+        return final_norm(activations(carry), self.norm.weight[...], self.config)
 
     def _own_inputs(self, tokens: Int[Array, " T"], x_TD: Float[Array, "T D"]) -> Float[Array, "L T P"]:
         weights = {name: getattr(self, name.partition(".")[0]).weight[...] for name in self.config.input_shapes}

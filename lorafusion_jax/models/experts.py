@@ -173,11 +173,11 @@ def _in_best_groups(value_TE: jax.Array, router: Router) -> jax.Array:
     """Minus infinity for experts outside of a row's best groups."""
     if router.groups == 1:
         return value_TE
-    grouped = value_TE.reshape(len(value_TE), router.groups, -1)
-    best = jax.lax.top_k(grouped, 1 if router.group_value == "best" else 2)[0].sum(-1)
+    value_TGe = value_TE.reshape(len(value_TE), router.groups, -1)
+    best = jax.lax.top_k(value_TGe, 1 if router.group_value == "best" else 2)[0].sum(-1)
     _, best_groups = jax.lax.top_k(best, router.top_groups)
     inside = (best_groups[:, :, None] == jnp.arange(router.groups)).any(1)
-    return jnp.where(inside[:, :, None], grouped, -jnp.inf).reshape(value_TE.shape)
+    return jnp.where(inside[:, :, None], value_TGe, -jnp.inf).reshape(value_TE.shape)
 
 
 def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:

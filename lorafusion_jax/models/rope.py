@@ -57,8 +57,8 @@ def _yarn(frequency: np.ndarray, scaling: RopeScaling, theta: float, C: int) -> 
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, C - 1)
     span = 0.001 if low == high else high - low
-    divided = np.clip((np.arange(C // 2, dtype=np.float32) - low) / span, 0.0, 1.0)
-    return frequency / scaling.factor * divided + frequency * (1 - divided)
+    ramp = np.clip((np.arange(C // 2, dtype=np.float32) - low) / span, 0.0, 1.0)
+    return frequency / scaling.factor * ramp + frequency * (1 - ramp)
 
 
 def rope_tables(
