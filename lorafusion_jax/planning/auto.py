@@ -42,7 +42,7 @@ def resolve_auto(
     if not config.auto:
         return config, ""
     model = ModelConfig.from_hf(base_directory(config))
-    compared = compare_choices(
+    choices = compare_choices(
         config,
         model,
         prepared,
@@ -52,9 +52,9 @@ def resolve_auto(
         memory_bytes=memory_bytes,
         network=network,
     )
-    best = compared.best
+    best = choices.best
     if best is None:
-        least = min(compared.choices, key=lambda choice: choice.memory_bytes)
+        least = min(choices.choices, key=lambda choice: choice.memory_bytes)
         raise ConfigError(
             "auto.memory",
             f"no choice for {', '.join(config.auto)} fits into the memory of {gpus} × {device}.",
@@ -62,7 +62,7 @@ def resolve_auto(
             fix="more devices, shorter samples (data.max_length), or fewer or smaller adapters",
         )
     settings = ", ".join(f"{key}={value}" for key, value in _values(best, config).items())
-    return with_choice(config, best), f"{settings}: {compared.why or 'nothing else was compared'} (predicted)"
+    return with_choice(config, best), f"{settings}: {choices.why or 'nothing else was compared'} (predicted)"
 
 
 def with_choice(config: JobConfig, choice: Choice) -> JobConfig:

@@ -171,8 +171,8 @@ def compare_choices(
 def _meshes(gpus: int, model: ModelConfig, config: JobConfig, processes: int) -> Iterator[Mesh]:
     """Meshes with `gpus` devices; `mesh.tensor` is the job's, or compared where it has none."""
     of_job = config.mesh.tensor
-    compared = [count for count in (2, 4, MOST_TENSOR) if of_job == processes == 1]
-    for tensor in (of_job, *compared):
+    others = [count for count in (2, 4, MOST_TENSOR) if of_job == processes == 1]
+    for tensor in (of_job, *others):
         for stages in _divisors(gpus // tensor) if gpus % tensor == 0 else ():
             for data in _divisors(gpus // tensor // stages):
                 fsdp = gpus // tensor // stages // data
@@ -253,8 +253,8 @@ def _measure(
         seed=0,
         time_limit_s=EFFORT_S,
     )
-    settled = config.model_copy(update={"train": config.train.model_copy(update={"remat": memory.remat})})
-    statistics = plan_statistics(plan, predicted_costs(settled, model, device, adapter_tokens(prepared), network))
+    with_remat = config.model_copy(update={"train": config.train.model_copy(update={"remat": memory.remat})})
+    statistics = plan_statistics(plan, predicted_costs(with_remat, model, device, adapter_tokens(prepared), network))
     return dataclasses.replace(
         choice,
         tokens_per_s=statistics.tokens_per_s,

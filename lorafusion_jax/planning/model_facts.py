@@ -89,6 +89,6 @@ def _without_adapters(stage: StageMemory) -> int:
 
 def _spec(job: Job, model: ModelConfig) -> AdapterSpec:
     """The job's adapter; a job that names all projections of a plain decoder means all of the model."""
-    some = tuple(name for name in model.targets if name in job.targets)
-    targets = model.targets if set(job.targets) == set(LINEARS) or not some else some
+    of_model = tuple(name for name in model.targets if name in job.targets)
+    targets = model.targets if set(job.targets) == set(LINEARS) or not of_model else of_model
     return AdapterSpec(name=job.name, rank=job.rank, alpha=float(job.rank), targets=targets)

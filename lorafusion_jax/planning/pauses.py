@@ -53,8 +53,8 @@ def evaluations(step: int, num_steps: int, every: int | None, halving: HalvingSe
     if step >= num_steps:
         return 0
     between = 0 if every is None else num_steps // every - step // every
-    compared = sum(step < at and not (every and at % every == 0) for at in halving.steps(num_steps))
-    return between + compared + (every is None or num_steps % every != 0)
+    at_halvings = sum(step < at and not (every and at % every == 0) for at in halving.steps(num_steps))
+    return between + at_halvings + (every is None or num_steps % every != 0)
 
 
 def saves(plan: Plan, every_steps: int | None, every_minutes: float | None, duration_s: float) -> int:

@@ -68,7 +68,7 @@ def stage_memory(problem: MemoryProblem) -> tuple[StageMemory, ...]:
 
 def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
     in_flight = problem.num_stages - stage
-    saved = sum(
+    residuals = sum(
         number * sum(kept_per_layer(problem, piece.half, piece.layer).values())
         for piece, number in problem.pieces(stage)
     )
@@ -84,7 +84,7 @@ def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
             round(optimizer(name).states_per_weight * size)
             for name, size in zip(problem.optimizers, adapters, strict=True)
         ),
-        kept=in_flight * (saved + shared) + slopes,
+        kept=in_flight * (residuals + shared) + slopes,
         batches=in_flight * problem.capacity_tokens * _row_bytes(problem),
         working=max(working_memory(problem, stage).values()),
         copies=max(_state_bytes(problem, stage), default=0) if problem.copied_state else 0,
