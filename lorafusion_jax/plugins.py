@@ -58,16 +58,16 @@ def find[T](group: str, builtin: Mapping[str, T], name: str, kind: type[T]) -> T
     if wrong is not None:
         raise ConfigError("plugin.unknown", f"there is no '{name}' among {group}.", fix=wrong)
     point = _entry_points(group)[name]
-    loaded = _load(point)
+    extension = _load(point)
     _LOADED.setdefault(point.module.partition(".")[0], f"'{name}' of {group}")
-    if not isinstance(loaded, kind):
+    if not isinstance(extension, kind):
         raise ConfigError(
             "plugin.broken",
             f"'{name}' of {group} is not of type {kind.__name__}.",
             where=_where(point),
-            why=f"it is a {type(loaded).__name__}",
+            why=f"it is a {type(extension).__name__}",
         )
-    return loaded
+    return extension
 
 
 def origin(group: str, name: str) -> str:

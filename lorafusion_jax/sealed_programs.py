@@ -56,9 +56,9 @@ class _Bytes(list):
 
 def topology() -> bytes:
     """What keys of compiled programs say of the devices: also how many this process sees."""
-    described = _Bytes()
-    cache_key._hash_accelerator_config(described, np.array(jax.local_devices()[:1]))
-    return b"".join(described)
+    config_bytes = _Bytes()
+    cache_key._hash_accelerator_config(config_bytes, np.array(jax.local_devices()[:1]))
+    return b"".join(config_bytes)
 
 
 def use_topology(described: bytes) -> None:

@@ -35,11 +35,11 @@ def quantise(kernel_KN: Any) -> dict[str, Any]:
 
     codes, absmax = _codes(kernel_KN)
     offset = _mean(absmax)
-    grouped = _blocks(absmax - offset, GROUP)
-    group_absmax = jnp.max(jnp.abs(grouped), axis=1)
+    groups = _blocks(absmax - offset, GROUP)
+    group_absmax = jnp.max(jnp.abs(groups), axis=1)
     return {
         "codes": codes,
-        "absmax": _nearest(_scaled(grouped, group_absmax[:, None]), DYNAMIC),
+        "absmax": _nearest(_scaled(groups, group_absmax[:, None]), DYNAMIC),
         "group_absmax": group_absmax,
         "offset": offset[None],
     }
@@ -103,9 +103,9 @@ def dequantise_single(arrays: Mapping[str, Any], dtype: Any) -> Any:
 
     codes = arrays["codes"]
     size = 2 * codes.size
-    packed = _blocks(codes.reshape(-1), BLOCK // 2)
-    absmax = arrays["absmax"].reshape(-1)[: len(packed), None]
-    high, low = (jnp.asarray(NF4)[code] * absmax for code in (packed >> 4, packed & 15))
+    code_pairs = _blocks(codes.reshape(-1), BLOCK // 2)
+    absmax = arrays["absmax"].reshape(-1)[: len(code_pairs), None]
+    high, low = (jnp.asarray(NF4)[code] * absmax for code in (code_pairs >> 4, code_pairs & 15))
     values = jnp.stack([high, low], axis=-1).astype(dtype).reshape(-1)
     return values[:size].reshape(codes.shape[0], 2 * codes.shape[1]).T
 
