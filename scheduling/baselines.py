@@ -71,16 +71,16 @@ def tuned(
     2048
     """
     plans: list[Plan] = []
-    refused: PlanError | None = None
+    refusal: PlanError | None = None
     for capacity in sorted(capacities):
         try:
             plans.append(make(jobs, capacity_tokens=capacity, **settings))
         except PlanError as problem:
             if problem.code not in ("plan.sample-too-long", "plan.capacity"):
                 raise
-            refused = problem
+            refusal = problem
     if not plans:
-        raise refused or PlanError("plan.setting", "no capacities to try")
+        raise refusal or PlanError("plan.setting", "no capacities to try")
     return min(plans, key=lambda plan: (simulate(plan, cost_model).duration_s, plan.capacity_tokens))
 
 

@@ -91,10 +91,10 @@ def host_wait_s(timeline: Timeline, slots: range | None = None) -> tuple[float, 
     for name, span in spans.items():
         ends_s = [spans[other].end_s for other in _dependencies(name, timeline.num_stages) if other in spans]
         ready = max([free.get(name.stage, span.start_s), *ends_s])
-        turned = min(issued[name].start_s, span.start_s) if name in issued else ready
-        paused = pause_ends[: bisect_right(pause_ends, turned)]
+        issue_s = min(issued[name].start_s, span.start_s) if name in issued else ready
+        paused = pause_ends[: bisect_right(pause_ends, issue_s)]
         if slots is None or name.slot in slots:
-            waits[name.stage] += max(0.0, turned - max([ready, *paused[-1:]]))
+            waits[name.stage] += max(0.0, issue_s - max([ready, *paused[-1:]]))
         free[name.stage] = span.end_s
     return tuple(waits)
 

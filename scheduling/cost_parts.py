@@ -120,8 +120,8 @@ class GatherCost:
             raise PlanError("plan.cost", f"the hidden share of the gathering is from 0 to 1, not {self.hidden}")
 
     def added_to(self, cost: PassCost, layers: float, with_table: bool) -> PassCost:
-        received = (layers * self.layer_bytes + with_table * self.table_bytes) * (1 - 1 / self.devices)
-        seconds = received / self.link_bytes
+        num_bytes = (layers * self.layer_bytes + with_table * self.table_bytes) * (1 - 1 / self.devices)
+        seconds = num_bytes / self.link_bytes
         return replace(cost, fixed_s=cost.fixed_s + (1 - self.hidden) * seconds, floor_s=max(cost.floor_s, seconds))
 
 

@@ -94,9 +94,9 @@ def issue_order(program: Program, num_stages: int) -> tuple[Event, ...]:
     """
     if len(program) != num_stages:
         raise PlanError("plan.setting", f"a program of {len(program)} stages cannot run on {num_stages}")
-    played = list(play(program, lambda event: _UNITS[event.kind]))
+    events = list(play(program, lambda event: _UNITS[event.kind]))
     # The sort is stable: events of one stage that start together (an update takes no time) keep their order.
-    return tuple(event for event, _, _ in sorted(played, key=lambda entry: (entry[1], entry[0].stage)))
+    return tuple(event for event, _, _ in sorted(events, key=lambda entry: (entry[1], entry[0].stage)))
 
 
 _UNITS = {"forward": 1.0, "backward": 1.0, "update": 0.0}

@@ -136,8 +136,8 @@ def fair_times_s(state: ClusterState, step_cost: StepCosts) -> dict[str, float]:
 def work_ahead_s(state: ClusterState, user: str, now: float, rates: Rates) -> float:
     """GPU-seconds of isolated work that a user's jobs have left: `JobState.ahead_s` of a job that arrives now."""
     sizes = worker_sizes(state)
-    mine = (job_state for job_state in state.jobs.values() if job_state.job.user == user)
-    return sum(work_s(job_state, now, rates, sizes) for job_state in mine)
+    of_user = (job_state for job_state in state.jobs.values() if job_state.job.user == user)
+    return sum(work_s(job_state, now, rates, sizes) for job_state in of_user)
 
 
 def work_s(job_state: JobState, now: float, rates: Rates, sizes: Sizes) -> float:

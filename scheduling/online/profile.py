@@ -96,8 +96,8 @@ def make_profiles(jobs: Sequence[Job]) -> list[Profile]:
     for index, job in enumerate(jobs):
         by_size.setdefault(min(job.global_batch, PACKED_SAMPLES), []).append(index)
     for size, indices in by_size.items():
-        for some in batched(indices, TOGETHER):
-            profiles |= zip(some, _packed([jobs[index] for index in some], size), strict=True)
+        for batch in batched(indices, TOGETHER):
+            profiles |= zip(batch, _packed([jobs[index] for index in batch], size), strict=True)
     return [profiles[index] for index in range(len(jobs))]
 
 

@@ -198,14 +198,14 @@ class Running:
             live.ranks = max(live.ranks, rank_class(job.rank for job in jobs))
             live.compiled.add((decision.mesh, live.ranks))
         for name in decision.members:
-            mine = self.unfinished[name]
+            entry = self.unfinished[name]
             if not same_gpus:
                 self._unsaved.pop(name, None)  # its state was written, for the new session to read
-            if mine.group is None:
-                mine = replace(mine, waited_s=mine.waited_s + now - mine.at_s, at_s=ready)
-            stalled = ready - trained_until if name in was_in else 0.0  # isolated training pays for its start as well
+            if entry.group is None:
+                entry = replace(entry, waited_s=entry.waited_s + now - entry.at_s, at_s=ready)
+            stall_s = ready - trained_until if name in was_in else 0.0  # isolated training pays for its start as well
             self.unfinished[name] = replace(
-                mine, group=decision.group, at_s=max(ready, now), in_groups_s=mine.in_groups_s + max(0.0, stalled)
+                entry, group=decision.group, at_s=max(ready, now), in_groups_s=entry.in_groups_s + max(0.0, stall_s)
             )
             self.start_s.setdefault(name, ready)
         self._set(live, state, ready, now)
@@ -231,15 +231,15 @@ class Running:
         if state.members:
             jobs = [self.jobs[name] for name in state.members]
             kind = self.workers[state.worker].kind
-            how = self.rates.formed if self.mixes else self.rates.alternating_on_mesh
-            live.rate = how(jobs, kind, state.mesh)
+            rate_of = self.rates.formed if self.mixes else self.rates.alternating_on_mesh
+            live.rate = rate_of(jobs, kind, state.mesh)
             assert live.rate is not None
             speeds = self._speeds(live, jobs)
             for name, steps_per_s in zip(state.members, live.rate.steps_per_s, strict=True):
-                mine = replace(self.unfinished[name], steps_per_s=steps_per_s, speed=speeds.get(name, 1.0))
-                self.unfinished[name] = mine
-                left_steps = max(0.0, self._last_step(name) - mine.done_steps)
-                first = min(first, mine.at_s + left_steps / steps_per_s)
+                job_state = replace(self.unfinished[name], steps_per_s=steps_per_s, speed=speeds.get(name, 1.0))
+                self.unfinished[name] = job_state
+                left_steps = max(0.0, self._last_step(name) - job_state.done_steps)
+                first = min(first, job_state.at_s + left_steps / steps_per_s)
         self.ledger.set_group(live.state, live.rate, now)
         if first < inf:
             self.expect(max(first, now), state.name, live.version)
@@ -259,20 +259,20 @@ class Running:
         if live.rate is None:
             return
         for name, slowdown in zip(live.state.members, live.rate.slowdowns, strict=True):
-            mine = self.unfinished[name]
-            seconds = max(0.0, now - mine.at_s)
+            job_state = self.unfinished[name]
+            seconds = max(0.0, now - job_state.at_s)
             if seconds:
-                steps = min(seconds * mine.steps_per_s, self._last_step(name) - mine.done_steps)
+                steps = min(seconds * job_state.steps_per_s, self._last_step(name) - job_state.done_steps)
                 unsaved = self._unsaved.get(name, Unsaved())
                 self._unsaved[name] = unsaved.trained(seconds, steps, self.rates.changes.checkpoint_s)
                 self.unfinished[name] = replace(
-                    mine,
-                    done_steps=mine.done_steps + steps,
+                    job_state,
+                    done_steps=job_state.done_steps + steps,
                     at_s=now,
-                    in_groups_s=mine.in_groups_s + seconds,
-                    alone_s=mine.alone_s + seconds / slowdown,
+                    in_groups_s=job_state.in_groups_s + seconds,
+                    alone_s=job_state.alone_s + seconds / slowdown,
                 )
-                self.spans.append(Span(name, live.state.name, mine.at_s, now, steps))
+                self.spans.append(Span(name, live.state.name, job_state.at_s, now, steps))
 
     def _detach(self, name: str, now: float) -> None:
         """Lets a job wait, with its progress saved."""

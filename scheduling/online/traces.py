@@ -155,8 +155,8 @@ def _warp(times: NDArray[np.float64], day: float) -> NDArray[np.float64]:
     if not day:
         return times
     grid: NDArray[np.float64] = np.linspace(0, float(times[-1]), 20_000)
-    arrived = grid - day * DAY_S / (2 * np.pi) * np.sin(2 * np.pi * grid / DAY_S)
-    warped = np.interp(times * arrived[-1] / times[-1], arrived, grid)  # pyright: ignore[reportUnknownVariableType]
+    cumulative = grid - day * DAY_S / (2 * np.pi) * np.sin(2 * np.pi * grid / DAY_S)
+    warped = np.interp(times * cumulative[-1] / times[-1], cumulative, grid)  # pyright: ignore[reportUnknownVariableType]
     return np.asarray(warped, np.float64)  # pyright: ignore[reportUnknownArgumentType]
 
 

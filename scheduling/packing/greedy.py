@@ -138,8 +138,8 @@ def _fill_slot(problem: Problem, state: _State, slot: int) -> tuple[Microbatch, 
         fill_microbatch(problem, order, state.batch, state.mask, state.tokens, state.choose, tiles)
         for _ in range(problem.data_parallel)
     )
-    touched = {part[0] for parts in replicas for part in parts}
-    for entry in [entry for entry in state.free if entry[-1] in touched]:
+    jobs = {part[0] for parts in replicas for part in parts}
+    for entry in [entry for entry in state.free if entry[-1] in jobs]:
         job = int(entry[-1])
         del state.free[bisect_left(state.free, entry)]
         served = (before[job] - state.tokens[job]) / state.slot_tokens

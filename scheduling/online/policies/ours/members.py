@@ -79,11 +79,11 @@ def _options(search: Search, group: DraftGroup, waiting: str) -> list[Option]:
 
 
 def _option(search: Search, group: DraftGroup, members: list[str], rate: GroupRate) -> Option | None:
-    gained, worth = search.appraiser.worth(members, rate), search.appraiser.of(group)
-    if gained <= worth:
+    joint_worth, worth = search.appraiser.worth(members, rate), search.appraiser.of(group)
+    if joint_worth <= worth:
         return None
     stop_s = search.change_s(group, members, rate)
-    gain = gained - worth * (1 + stop_s / search.settings.horizon_s)
+    gain = joint_worth - worth * (1 + stop_s / search.settings.horizon_s)
     return Option(gain, members, rate, stop_s) if gain > 0 else None
 
 
@@ -91,13 +91,13 @@ def _tolerated(search: Search, group: DraftGroup, option: Option) -> Option | No
     """The option, or the same on another mesh, if all members stay within their bounds."""
     kind, appraiser, members = search.draft.kind(group), search.appraiser, option.members
     rate = appraiser.packed(members, kind, option.rate)
-    settled = option if rate is option.rate else _option(search, group, members, rate) if rate else None
-    if settled is None:
+    exact = option if rate is option.rate else _option(search, group, members, rate) if rate else None
+    if exact is None:
         return None
-    stop_s = search.stop_s(group, members, settled.rate) if group.why else settled.stop_s
-    if not appraiser.tolerates(search.trained, settled.rate, members, kind, stop_s):
+    stop_s = search.stop_s(group, members, exact.rate) if group.why else exact.stop_s
+    if not appraiser.tolerates(search.trained, exact.rate, members, kind, stop_s):
         return None
-    return settled
+    return exact
 
 
 def _rates(search: Search, group: DraftGroup, members: list[str]) -> list[GroupRate]:

@@ -30,8 +30,8 @@ def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack 
         rate = appraiser.rate(more, kind, gpus)
         if rate is not None and not search.trained.isdisjoint(more) and not _stay_within(search, more, kind, rate):
             rate = None
-        if rate is not None and (gained := appraiser.worth(more, rate)) > worth:
-            members, worth, misses = more, gained, 0
+        if rate is not None and (more_worth := appraiser.worth(more, rate)) > worth:
+            members, worth, misses = more, more_worth, 0
             grown.append((members, rate))
         else:
             misses += 1

@@ -177,8 +177,8 @@ class Search:
 
     def poorest(self, groups: Sequence[DraftGroup]) -> list[DraftGroup]:
         """The groups with the least worth per GPU, if there are many: they have the most to gain."""
-        populated = [group for group in groups if group.members]
-        return populated if len(populated) <= MOST_GROUPS else self.by_worth(populated)[:MOST_GROUPS]
+        with_members = [group for group in groups if group.members]
+        return with_members if len(with_members) <= MOST_GROUPS else self.by_worth(with_members)[:MOST_GROUPS]
 
     def by_worth(self, groups: Sequence[DraftGroup]) -> list[DraftGroup]:
         """Groups sorted by worth per GPU, least first."""

@@ -141,19 +141,19 @@ class Appraiser:
     ) -> bool:
         """Whether every member stays within its bound to its end, including this stop of those that run and all earlier
         ones, and what the last one takes alone after the others have ended."""
-        formed = self._formed(members, kind, rate.mesh)
-        if formed is None:
+        mesh_rate = self._formed(members, kind, rate.mesh)
+        if mesh_rate is None:
             return False
-        rate = self._measured(members, formed) if self.measured else formed
+        rate = self._measured(members, mesh_rate) if self.measured else mesh_rate
         ahead = [
             self.state.jobs[name].left_steps(self.now) / steps
             for name, steps in zip(members, rate.steps_per_s, strict=True)
         ]
         last = max(range(len(members)), key=ahead.__getitem__)
         for index, (name, slowdown) in enumerate(zip(members, rate.slowdowns, strict=True)):
-            mine = self.state.jobs[name]
-            since = max(0.0, self.now - mine.at_s) if mine.group is not None else 0.0
-            before, alone = mine.in_groups_s + since, mine.alone_s + since / max(1.0, slowdown)
+            job_state = self.state.jobs[name]
+            since = max(0.0, self.now - job_state.at_s) if job_state.group is not None else 0.0
+            before, alone = job_state.in_groups_s + since, job_state.alone_s + since / max(1.0, slowdown)
             before += stall_s if name in names else 0.0
             if index == last and len(members) > 1:
                 shared_s = sorted(ahead)[-2]
@@ -161,7 +161,7 @@ class Appraiser:
                 before, alone = before + shared_s, alone + shared_s / slowdown
                 if not self._ends_alone(name, kind, rate.mesh, left_steps, before, alone):
                     return False
-            elif before + ahead[index] > mine.job.max_slowdown * (alone + ahead[index] / slowdown):
+            elif before + ahead[index] > job_state.job.max_slowdown * (alone + ahead[index] / slowdown):
                 return False
         return True
 
