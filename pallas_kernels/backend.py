@@ -87,8 +87,8 @@ def load(name: str, *, quantised: bool = False) -> Backend:
     if name in _registered:
         return _registered[name]
     if name not in _BUILT_IN:
-        listed = sorted(public for public in names() if not public.startswith("_"))
-        raise ValueError(f"unknown implementation {name!r}; choose one of {', '.join(listed)} or None")
+        public_names = sorted(public for public in names() if not public.startswith("_"))
+        raise ValueError(f"unknown implementation {name!r}; choose one of {', '.join(public_names)} or None")
     homes = _BUILT_IN | _QUANTISED if quantised else _BUILT_IN
     return cast(Backend, importlib.import_module(homes[name]))
 

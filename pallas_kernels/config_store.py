@@ -120,8 +120,8 @@ def forget(device_kind: str) -> None:
 
 def sources(device_kind: str) -> tuple[Source, ...]:
     """Tables of a device; the first one that holds a call decides it."""
-    used = (_used[device_kind],) if device_kind in _used else ()
-    return (*used, Source(table=shipped(device_kind)))
+    overrides = (_used[device_kind],) if device_kind in _used else ()
+    return (*overrides, Source(table=shipped(device_kind)))
 
 
 def used_digest(device_kind: str) -> str:

@@ -67,8 +67,8 @@ class OpRow:
     @property
     def speedup(self) -> float:
         """Time of the default over that of the winner; 1 if the default did not run."""
-        chosen = self.median_us[self.winner]
-        return self.median_us.get(self.default, chosen) / chosen
+        winner_us = self.median_us[self.winner]
+        return self.median_us.get(self.default, winner_us) / winner_us
 
     def to_json(self) -> dict[str, Any]:
         """The row with its winner, for readers."""

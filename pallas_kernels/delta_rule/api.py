@@ -119,8 +119,8 @@ def delta_rule_step(
     share = v_BHV.shape[1] // q_BKC.shape[1]
     q, k = (jnp.repeat(x.astype(jnp.float32), share, axis=1) for x in (q_BKC, k_BKC))
     memory = memory_BHCV * jnp.exp(decay_BH)[..., None, None]
-    known_BHV = jnp.einsum("bhcv,bhc->bhv", memory, k, precision="highest")
-    change_BHV = beta_BH[..., None] * (v_BHV.astype(jnp.float32) - known_BHV)
+    recall_BHV = jnp.einsum("bhcv,bhc->bhv", memory, k, precision="highest")
+    change_BHV = beta_BH[..., None] * (v_BHV.astype(jnp.float32) - recall_BHV)
     memory = memory + k[..., None] * change_BHV[:, :, None]
     return jnp.einsum("bhcv,bhc->bhv", memory, q, precision="highest").astype(v_BHV.dtype), memory
 

@@ -30,8 +30,8 @@ def delta_rule_by_rows(
     def step(memory_HCV, row):
         q_HC, k_HC, v_HV, decay_H, beta_H, first = row
         memory = jnp.where(first, 0.0, memory_HCV) * jnp.exp(decay_H)[:, None, None]
-        known_HV = jnp.einsum("hcv,hc->hv", memory, k_HC, precision="highest")
-        memory = memory + k_HC[:, :, None] * (beta_H[:, None] * (v_HV - known_HV))[:, None]
+        recall_HV = jnp.einsum("hcv,hc->hv", memory, k_HC, precision="highest")
+        memory = memory + k_HC[:, :, None] * (beta_H[:, None] * (v_HV - recall_HV))[:, None]
         return memory, jnp.einsum("hcv,hc->hv", memory, q_HC, precision="highest")
 
     start = jnp.zeros((*k.shape[1:], v_THV.shape[-1]), jnp.float32)

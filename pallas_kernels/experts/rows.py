@@ -104,10 +104,10 @@ def _segments(run_start: Array, run_stop: Array, adapters: int, tile: int, segme
     parts = jnp.where(of_adapter & (run_stop > run_start), (run_stop - 1) // tile - first_tile + 1, 0)
     stop = jnp.cumsum(parts, dtype=jnp.int32)
     run = _owner(stop, segments)
-    used, at = run < len(parts), jnp.minimum(run, len(parts) - 1)
+    has_run, at = run < len(parts), jnp.minimum(run, len(parts) - 1)
     number = jnp.arange(segments, dtype=jnp.int32) - (stop - parts)[at]
     beyond = jnp.iinfo(jnp.int32).max
-    return jnp.where(used, first_tile[at] + number, beyond), jnp.where(used, run, -1)
+    return jnp.where(has_run, first_tile[at] + number, beyond), jnp.where(has_run, run, -1)
 
 
 def _shifted(stop: Array) -> Array:

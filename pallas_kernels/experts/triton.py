@@ -52,7 +52,7 @@ def fastest_blocks(tile: int, item: int) -> Blocks:
     >>> fastest_blocks(128, 2).columns
     256
     """
-    return next((cut for cut in CUTS if cut.shared_bytes(tile, item) <= shared_memory_bytes()), CUTS[-1])
+    return next((blocks for blocks in CUTS if blocks.shared_bytes(tile, item) <= shared_memory_bytes()), CUTS[-1])
 
 
 def unsupported_reason(x: jax.Array, w: jax.Array, experts: int, rank: int) -> str | None:
@@ -132,28 +132,28 @@ def _gemm(
         *low_refs, out_ref = rest
         number, column0 = pl.program_id(0) // blocks, pl.program_id(0) % blocks * columns
         expert = expert_ref[number]  # all rows of a tile belong to it
-        own_rows, own_columns = pl.ds(number * tile, tile), pl.ds(column0, columns)
+        tile_rows, tile_columns = pl.ds(number * tile, tile), pl.ds(column0, columns)
 
         @pl.when(expert < 0)
         def _():
-            out_ref[own_rows, own_columns] = jnp.zeros((tile, columns), out_ref.dtype)
+            out_ref[tile_rows, tile_columns] = jnp.zeros((tile, columns), out_ref.dtype)
 
         @pl.when(expert >= 0)
         def _():
             # The low-rank product starts the accumulator of the frozen one: one result, written once.
             acc = jnp.zeros((tile, columns), jnp.float32)
             if low_refs:
-                acc = _low_rank(acc, number, own_rows, own_columns, experts, low_refs, transposed=transposed)
+                acc = _low_rank(acc, number, tile_rows, tile_columns, experts, low_refs, transposed=transposed)
 
             def step(i, acc):
                 inner = pl.ds(i * depth, depth)
-                lhs_tile = lhs_ref[own_rows, inner]
+                lhs_tile = lhs_ref[tile_rows, inner]
                 if transposed:
                     return acc + dot(lhs_tile, w_ref[pl.ds(expert * num_in + column0, columns), inner], trans_rhs=True)
-                return acc + dot(lhs_tile, w_ref[pl.ds(expert * num_in + i * depth, depth), own_columns])
+                return acc + dot(lhs_tile, w_ref[pl.ds(expert * num_in + i * depth, depth), tile_columns])
 
             acc = lax.fori_loop(0, depth_of // depth, step, acc)
-            out_ref[own_rows, own_columns] = acc.astype(out_ref.dtype)
+            out_ref[tile_rows, tile_columns] = acc.astype(out_ref.dtype)
 
     of_adapters = [] if low is None else [*low, rows.tile_segment, rows.segment_run, rows.run_start, rows.run_stop]
     return call(
@@ -208,19 +208,19 @@ def down(x: jax.Array, bank: jax.Array, rows: ExpertRows, experts: int, *, trans
             pair = run % runs_of_expert * experts + run // runs_of_expert
             # A tile may hold rows of several adapters: each program loads and stores those of its run, by masks.
             row0 = number * tile
-            own_rows, start, stop = pl.ds(row0, tile), start_ref[run], stop_ref[run]
+            tile_rows, start, stop = pl.ds(row0, tile), start_ref[run], stop_ref[run]
 
             def step(i, acc):
                 inner = pl.ds(i * depth, depth)
                 inside = _inside(row0, (tile, depth), start, stop)
-                x_tile = plt.load(x_ref.at[own_rows, inner], mask=inside, other=0.0)
+                x_tile = plt.load(x_ref.at[tile_rows, inner], mask=inside, other=0.0)
                 if transposed:
                     return acc + dot(x_tile, bank_ref[pair, :, inner], trans_rhs=True)
                 return acc + dot(x_tile, bank_ref[pair, inner, :])
 
             acc = lax.fori_loop(0, x.shape[1] // depth, step, jnp.zeros((tile, rank), jnp.float32))
             inside = _inside(row0, (tile, rank), start, stop)
-            plt.store(out_ref.at[own_rows, :], acc.astype(out_ref.dtype), mask=inside)
+            plt.store(out_ref.at[tile_rows, :], acc.astype(out_ref.dtype), mask=inside)
 
     return call(
         kernel,
@@ -253,10 +253,10 @@ def sums(
 
         def step(i, acc):
             row0 = start + i * block
-            own_rows = pl.ds(row0, block)
+            block_rows = pl.ds(row0, block)
             inside = lambda width: _inside(row0, (block, width), start, stop)  # noqa: E731
-            left_tile = plt.load(left_ref.at[own_rows, pl.ds(column0, columns)], mask=inside(columns), other=0.0)
-            right_tile = plt.load(right_ref.at[own_rows, :], mask=inside(padded), other=0.0)
+            left_tile = plt.load(left_ref.at[block_rows, pl.ds(column0, columns)], mask=inside(columns), other=0.0)
+            right_tile = plt.load(right_ref.at[block_rows, :], mask=inside(padded), other=0.0)
             return acc + dot(left_tile, right_tile, trans_lhs=True)
 
         zeros = jnp.zeros((columns, padded), jnp.float32)

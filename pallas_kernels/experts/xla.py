@@ -118,8 +118,8 @@ def _rows(array: jax.Array, row0: jax.Array, rows: ExpertRows) -> jax.Array:
 
 def _put(array: jax.Array, row0: jax.Array, inside: jax.Array, values: jax.Array) -> jax.Array:
     """Selects: a NaN in the adapter of these rows must not reach others."""
-    old = lax.dynamic_slice_in_dim(array, row0, len(values))
-    return lax.dynamic_update_slice_in_dim(array, jnp.where(inside, values, old), row0, axis=0)
+    current_rows = lax.dynamic_slice_in_dim(array, row0, len(values))
+    return lax.dynamic_update_slice_in_dim(array, jnp.where(inside, values, current_rows), row0, axis=0)
 
 
 def _dot(spec: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:

@@ -273,9 +273,9 @@ def _on_one_device(arguments: Arguments, implementation: str | None) -> tuple[ja
 
 
 def _run(static: Static, ops: Operands, implementation: str | None) -> tuple[jax.Array, ...]:
-    chosen = backend.select(static, ops, implementation)
+    call_backend = backend.select(static, ops, implementation)
     as_, bs = vary_like((ops.as_, ops.bs), ops.x)  # outside of the rule, so that dA and dB are summed over the mesh
-    return vjp.apply(chosen, static, dataclasses.replace(ops, as_=as_, bs=bs))
+    return vjp.apply(call_backend, static, dataclasses.replace(ops, as_=as_, bs=bs))
 
 
 def _on_mesh(

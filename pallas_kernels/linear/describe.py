@@ -45,7 +45,9 @@ def describe(arguments: Arguments) -> tuple[Static, Operands]:
     """Checks the shapes and flattens leading dimensions. Chooses no backend."""
     x, tile_adapter, ranks = arguments.x, arguments.tile_adapter, arguments.ranks
     lists = {"w": arguments.ws, "a": arguments.as_, "b": arguments.bs}
-    arrays = {f"{name} of projection {i}": array for name, listed in lists.items() for i, array in enumerate(listed)}
+    arrays = {
+        f"{name} of projection {i}": array for name, operands in lists.items() for i, array in enumerate(operands)
+    }
     check_kinds(x, tile_adapter, arguments.dropout, **arrays)
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x has shape {x.shape}, expected [..., K] with at least one row and one feature")

@@ -36,11 +36,11 @@ def split_ranks(static: Static, ops: Operands, first: int) -> tuple[Operands, Ex
     numbers = tuple(i for i in ops.with_lora if ops.lora(i)[0].shape[2] > first)
     if not numbers:
         return ops, None
-    cut = {
+    first_ranks = {
         "as_": tuple(a[:, :, :first] if a is not None and first else None for a in ops.as_),
         "bs": tuple(b[:, :first] if b is not None and first else None for b in ops.bs),
     }
-    return dataclasses.replace(ops, **cut), ExtraRanks(static=static, ops=ops, first=first, numbers=numbers)
+    return dataclasses.replace(ops, **first_ranks), ExtraRanks(static=static, ops=ops, first=first, numbers=numbers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

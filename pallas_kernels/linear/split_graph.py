@@ -103,8 +103,8 @@ class Prepared:
     def bank_a(self) -> jax.Array:
         """[A (+ 1), K, R of all projections], the dropout scale folded in: serves S and dx alike."""
         pieces = [self._bank(self.ops.lora(i)[0], self.layout.ranks[i], axis=2) for i in self.layout.offsets]
-        rest = self.layout.total - sum(self.layout.ranks.values())
-        bank = jnp.pad(jnp.concatenate(pieces, axis=2), ((0, 0), (0, 0), (0, rest)))
+        padding = self.layout.total - sum(self.layout.ranks.values())
+        bank = jnp.pad(jnp.concatenate(pieces, axis=2), ((0, 0), (0, 0), (0, padding)))
         if self.ops.dropout is not None:
             bank = bank.astype(jnp.float32) * inverse_keep(self.ops.dropout.rate)[:, None, None]
         return self._finish(bank)
@@ -258,5 +258,5 @@ def _sum(
         interpret = prepared.static.interpret
         return passes.load().sum_partials(partials, adapter, factor, parts, transposed=transposed, interpret=interpret)
     total = partials.sum(0)[None] * factor[:, None, None]
-    cut = (total[:, :, start : start + width] for start, width in parts)
-    return tuple(part.swapaxes(1, 2) if transposed else part for part in cut)
+    slices = (total[:, :, start : start + width] for start, width in parts)
+    return tuple(part.swapaxes(1, 2) if transposed else part for part in slices)

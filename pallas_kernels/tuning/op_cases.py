@@ -30,9 +30,9 @@ def linear_case(shape: LinearShape) -> OpCase:
     def step(name: str) -> Callable[..., Any]:
         def both_passes(arrays):
             def run(x, as_, bs):
-                rest = {key: arrays[key] for key in ("tile_adapter", "scale", "dropout")}
+                options = {key: arrays[key] for key in ("tile_adapter", "scale", "dropout")}
                 ranks = _ranks(shape, arrays)
-                return multi_lora_linears(x, arrays["ws"], as_, bs, ranks=ranks, implementation=name, **rest)
+                return multi_lora_linears(x, arrays["ws"], as_, bs, ranks=ranks, implementation=name, **options)
 
             ys, pullback = jax.vjp(run, arrays["x"], arrays["as_"], arrays["bs"])
             return ys, pullback(ys)

@@ -68,22 +68,24 @@ def tune(
     path = path or store.DATA / store.file_name(kind)
     table = existing_table(path, kind) or store.Table(device=kind, conditions=conditions())
     groups = [(spec, kernel, group) for spec in specs for kernel, group in _groups(spec, quick).items()]
-    done, failed = 0, ()
+    num_done, failed = 0, ()
     total = sum(len(group) for _, _, group in groups)
     for spec, kernel, group in groups:
         key = key_of(spec, kernel)
-        missing, kept = [candidate for candidate in group if not table.has(key, candidate.config)], table
+        missing, base_table = [candidate for candidate in group if not table.has(key, candidate.config)], table
         if missing and missing[0] is group[0]:  # measure the baseline again: times of different days are not comparable
-            missing, kept = group, table.without(key, [candidate.config for candidate in group])
+            missing, base_table = group, table.without(key, [candidate.config for candidate in group])
         entries, bad = _measure(spec, missing) if missing else ([], [])
         failed += tuple(bad)
         if entries:
             table = dataclasses.replace(
-                kept, conditions=joined_conditions(kept.conditions, conditions()), entries=kept.entries + tuple(entries)
+                base_table,
+                conditions=joined_conditions(base_table.conditions, conditions()),
+                entries=base_table.entries + tuple(entries),
             )
             store.save(table, path)
-        done += len(group)
-        progress(Progress(done=done, total=total, kernel=kernel, shape=spec.name, failed=failed))
+        num_done += len(group)
+        progress(Progress(done=num_done, total=total, kernel=kernel, shape=spec.name, failed=failed))
     return table
 
 

@@ -76,6 +76,6 @@ def _longest_first(block: jax.Array, begin: jax.Array, num: jax.Array) -> jax.Ar
     """Sorts by counting predecessors, which is a single small kernel; XLA's sort needs several."""
     before = (num > num[:, None]) | ((num == num[:, None]) & (block < block[:, None]))
     position = before.sum(1, dtype=jnp.int32)
-    chosen = position == block[:, None]
+    is_at_position = position == block[:, None]
     rows = jnp.stack([block, begin, num], 1).astype(jnp.int32)
-    return jnp.where(chosen[:, :, None], rows, 0).sum(1, dtype=jnp.int32)
+    return jnp.where(is_at_position[:, :, None], rows, 0).sum(1, dtype=jnp.int32)

@@ -273,8 +273,8 @@ def _add_tile(static: Static, refs: _Refs, keys: _Keys, sums, slot, tile_number)
         if dk is not None:
             delta = plgpu.load(refs.delta_s.at[slot], layout=BY_COLUMN)
             # wait_n=1: dP is complete, the product into dv may still run
-            dp_done = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else 1)
-            ds = p * (dp_done - broadcast(delta, shape, 1))
+            dp_values = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else 1)
+            ds = p * (dp_values - broadcast(delta, shape, 1))
             ds = lax.cond(unclean, functools.partial(_remask, p), lambda x: x, ds)
             multiply(dk, ds.astype(static.dtype), q, refs.spare_ds_s, keys.wg)
         plgpu.wgmma_wait(0)

@@ -133,15 +133,15 @@ def _add_tile(static: Static, refs: _Refs, unit: Unit, mask: Mask, tile_number, 
         return s[...]
 
     scores = mask(scores, key0, -jnp.inf)
-    new_top = jnp.maximum(top, scores.max(axis=1) * (static.scale * LOG2E))
-    fade = jnp.exp2(top - new_top)
-    p = jnp.exp2(scores * (static.scale * LOG2E) - broadcast(new_top, scores.shape, 0))
+    top_after = jnp.maximum(top, scores.max(axis=1) * (static.scale * LOG2E))
+    fade = jnp.exp2(top - top_after)
+    p = jnp.exp2(scores * (static.scale * LOG2E) - broadcast(top_after, scores.shape, 0))
     total = total * fade + p.sum(axis=1)
     o = o * broadcast(fade, o.shape, 0)
     plgpu.barrier_wait(refs.v_bar.at[slot])  # V had the time of the scores to arrive
     o = _accumulate(o, p.astype(static.dtype), refs.v_s.at[slot], refs.spare_s, unit.wg)
     plgpu.barrier_arrive(refs.free_bar.at[slot])  # this warpgroup has read K and V
-    return new_top, total, o
+    return top_after, total, o
 
 
 def _accumulate(o, p, v, spare_s, wg):

@@ -41,14 +41,14 @@ def forward(
         q = q_ref[block_range, head, :]
 
         def step(tile, carry):
-            m_old, total, o = carry
+            m_before, total, o = carry
             tile_range = pl.ds(tile * config.tile_rows, config.tile_rows)
             visible = _visible_mask(queries, first, _rows(tile, config.tile_rows))
             s2 = _scores2(dot(q, k_ref[tile_range, key_head, :], trans_rhs=True), scale, soft_cap)
             s = jnp.where(visible, s2, MASKED)
-            m = jnp.maximum(m_old, jnp.max(s, axis=1))
+            m = jnp.maximum(m_before, jnp.max(s, axis=1))
             safe = jnp.where(m == MASKED, 0.0, m)  # rows whose document begins in a later tile: -inf - -inf is NaN
-            p, fade = jnp.exp2(s - safe[:, None]), jnp.exp2(m_old - safe)
+            p, fade = jnp.exp2(s - safe[:, None]), jnp.exp2(m_before - safe)
             v = v_ref[tile_range, key_head, :]
             return m, total * fade + jnp.sum(p, axis=1), o * fade[:, None] + dot(p.astype(v.dtype), v)
 

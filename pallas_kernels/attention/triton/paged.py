@@ -99,16 +99,16 @@ def paged_attention_kernel(
         q = q_ref[(sequence * K + head) * group + jnp.minimum(number, group - 1), :]
 
         def step(at, carry):
-            m_old, total, o = carry
+            m_before, total, o = carry
             keys = at * tile + lax.iota(jnp.int32, tile)
             blocks = table_ref[sequence, lax.div(jnp.minimum(keys, M * S - 1), S)]
             row = (blocks * S + lax.rem(keys, S)) * K + head
             s2 = _scores2(dot(q, k_ref[row, :], trans_rhs=True), scale, soft_cap)
             visible = (keys <= position) & (keys >= first)
             s = jnp.where(visible[None, :], s2, MASKED)
-            m = jnp.maximum(m_old, jnp.max(s, axis=1))
+            m = jnp.maximum(m_before, jnp.max(s, axis=1))
             safe = jnp.where(m == MASKED, 0.0, m)
-            p, fade = jnp.exp2(s - safe[:, None]), jnp.exp2(m_old - safe)
+            p, fade = jnp.exp2(s - safe[:, None]), jnp.exp2(m_before - safe)
             v = v_ref[row, :]
             return m, total * fade + jnp.sum(p, axis=1), o * fade[:, None] + dot(p.astype(v.dtype), v)
 
@@ -146,13 +146,13 @@ def _join(o_BKZRC: Array, lse2_BKZR: Array, sinks: Array | None) -> Array:
     """Joins the parts of each sequence by their log-sum-exp, with the sinks."""
     # Finite also where no part has a key: their weights are then 2^(MASKED - most) = 0, not 2^(-inf + inf).
     most = jnp.maximum(lse2_BKZR.max(2, keepdims=True), jnp.finfo(jnp.float32).min)
-    rest = 0.0
+    sink_weight = 0.0
     if sinks is not None:  # a key without a value
         sink2 = sinks.astype(jnp.float32).reshape(1, lse2_BKZR.shape[1], 1, -1) * LOG2E
         most = jnp.maximum(most, sink2)
-        rest = jnp.exp2(sink2 - most)
+        sink_weight = jnp.exp2(sink2 - most)
     weight = jnp.exp2(lse2_BKZR - most)
-    total = weight.sum(2, keepdims=True) + rest
+    total = weight.sum(2, keepdims=True) + sink_weight
     weight = weight / jnp.where(total == 0, 1.0, total)
     return (o_BKZRC * weight[..., None]).sum(2)
 

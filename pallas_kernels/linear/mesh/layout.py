@@ -102,22 +102,22 @@ def layout_of(x: PartitionSpec, ws: Sequence[PartitionSpec], *, x_ndim: int, y: 
     rows = {axis for axes in leading for axis in axes}
     if not k:
         k = next((free for w in w_specs if (free := _without(w[0], rows))), ())
-    used = rows | set(k)
-    return Layout(leading=tuple(leading), k=k, ns=tuple(_without(w[1], used) for w in w_specs))
+    split_axes = rows | set(k)
+    return Layout(leading=tuple(leading), k=k, ns=tuple(_without(w[1], split_axes) for w in w_specs))
 
 
 def _layout_for(y: list[Axes], leading: list[Axes], k: Axes, ws: list[list[Axes]]) -> Layout:
     """Splits rows and N as y, or, where y is whole, as x and W: it is gathered afterwards."""
     summed = {axis for axis in k if all(axis in w[0] for w in ws)}
-    used = {axis for axes in y for axis in axes} | summed
+    split_axes = {axis for axes in y for axis in axes} | summed
     rows = [
-        _without(axes_of_y, summed) or _without(present, used)
+        _without(axes_of_y, summed) or _without(present, split_axes)
         for axes_of_y, present in zip(y[:-1], leading, strict=True)
     ]
-    used |= {axis for axes in rows for axis in axes}
-    k = _without(k, used - summed) or next((free for w in ws if (free := _without(w[0], used))), ())
+    split_axes |= {axis for axes in rows for axis in axes}
+    k = _without(k, split_axes - summed) or next((free for w in ws if (free := _without(w[0], split_axes))), ())
     n = _without(y[-1], set(k))
-    ns = tuple(n or _without(w[1], used | set(k)) for w in ws)
+    ns = tuple(n or _without(w[1], split_axes | set(k)) for w in ws)
     dimensions = enumerate(zip(y, [*rows, ns[0]], strict=True)) if k and len(set(ns)) == 1 else ()
     scattered = next((dimension for dimension, (axes_of_y, axes) in dimensions if axes_of_y == axes + k), None)
     return Layout(leading=tuple(rows), k=k, ns=ns, scattered=scattered)

@@ -282,7 +282,7 @@ class _Rule:
         def dimensions(arrays: Any, text: str) -> tuple[str | None, ...]:
             return tuple(None if v is None else text.format(i) for i, v in enumerate(arrays))
 
-        named = dataclasses.replace(
+        specs = dataclasses.replace(
             ops,
             x=f"{rows} k",
             ws=tuple(rule_names(w, i) for i, w in enumerate(ops.ws)),
@@ -294,10 +294,10 @@ class _Rule:
             dropout=None if ops.dropout is None else Dropout(rate="a", key="a", row_key=rows),  # type: ignore[arg-type]
             ranks=None if ops.ranks is None else "a",  # type: ignore[arg-type]
         )
-        banks = [named.as_[i] for i in ops.with_lora] + [named.bs[i] for i in ops.with_lora]
+        banks = [specs.as_[i] for i in ops.with_lora] + [specs.bs[i] for i in ops.with_lora]
         return cls(
-            operands=", ".join(jax.tree.leaves(named)),
+            operands=", ".join(jax.tree.leaves(specs)),
             ys=", ".join(f"{rows} n{i}" for i in range(len(ops.ws))),
-            gradients=", ".join([named.x, *banks]),
+            gradients=", ".join([specs.x, *banks]),
             summed_in_backward=tuple(f"n{i}" for i in range(len(ops.ws)) if i not in ops.with_lora),
         )

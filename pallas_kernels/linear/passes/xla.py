@@ -131,8 +131,8 @@ def sum_partials(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     del interpret
     sums = sum_tiles(partials, adapter, factor.shape[0]) * factor[:, None, None]
-    cut = (sums[:, :, start : start + width] for start, width in parts)
-    return tuple(part.swapaxes(1, 2) if transposed else part for part in cut)
+    slices = (sums[:, :, start : start + width] for start, width in parts)
+    return tuple(part.swapaxes(1, 2) if transposed else part for part in slices)
 
 
 def _apply_dropout(x: jax.Array, bits: jax.Array | None) -> jax.Array:

@@ -33,9 +33,9 @@ def norm_forward(
     rows, columns = _rows(T, D), _Columns(D)
 
     def kernel(*refs):
-        x_ref, *rest = refs
-        delta_ref = rest.pop(0) if delta is not None else None
-        weight_ref, *outs = rest
+        x_ref, *other_refs = refs
+        delta_ref = other_refs.pop(0) if delta is not None else None
+        weight_ref, *outs = other_refs
         index = columns.of(rows)
         s = plt.load(x_ref.at[index], mask=columns.inside(rows), other=0.0)
         if delta_ref is not None:

@@ -97,8 +97,8 @@ def extra_up(
 
     def kernel(*refs):
         y_ref, refs = (None, refs) if y is None else (refs[0], refs[1:])
-        s_ref, bank_ref, adapter_ref, active_ref, *rest = refs
-        out_ref = rest[-1]
+        s_ref, bank_ref, adapter_ref, active_ref, *other_refs = refs
+        out_ref = other_refs[-1]
         col0, row0 = pl.program_id(0) * columns, pl.program_id(1) * rows
         row_range, features = pl.ds(row0, rows), pl.ds(col0, columns)
         count, adapter = active_ref[pl.program_id(1)], adapter_ref[pl.program_id(1)]
@@ -113,7 +113,7 @@ def extra_up(
 
             low = lax.fori_loop(0, count, step, jnp.zeros((rows, columns), jnp.float32))
             if bits is not None:
-                low = jnp.where(keep_tile(rest[0], row0, col0, rows, columns), low, 0.0)
+                low = jnp.where(keep_tile(other_refs[0], row0, col0, rows, columns), low, 0.0)
             if y_ref is not None:
                 low = y_ref[row_range, features].astype(jnp.float32) + low
             out_ref[row_range, features] = low.astype(out_ref.dtype)
