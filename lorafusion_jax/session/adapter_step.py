@@ -45,14 +45,14 @@ def close_batch(
     adapter_sums = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
     gradient = {name: leaf.sum(0) for name, leaf in adapter_sums.items()}
     finite = _finite_leaves(gradient)
-    counted = [jnp.sum(jnp.square(gradient[name])) for name in sorted(gradient) if name not in twins]
-    squares = jnp.sum(jnp.stack(counted)) if counted else jnp.zeros(())
+    square_sums = [jnp.sum(jnp.square(gradient[name])) for name in sorted(gradient) if name not in twins]
+    squares = jnp.sum(jnp.stack(square_sums)) if square_sums else jnp.zeros(())
     mine = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
     loss = mine.pop("loss", jnp.zeros(()))
     summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)
-    cleared = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
+    zero_totals = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
     zeros = jax.tree.map(jnp.zeros_like, adapter_sums)
-    return gradient, summary, finite, lv.put(sums, columns, adapter.first, zeros, lead=lv.SUMS), cleared
+    return gradient, summary, finite, lv.put(sums, columns, adapter.first, zeros, lead=lv.SUMS), zero_totals
 
 
 def join_twins(embed: Array, head: Array, summary: BatchSummary) -> tuple[Array, BatchSummary]:

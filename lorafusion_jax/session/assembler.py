@@ -194,16 +194,16 @@ def mask_adapters(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
     """
     if not adapters:
         return batch
-    removed = np.isin(batch.row_adapter, list(adapters))
+    is_masked = np.isin(batch.row_adapter, list(adapters))
     samples = batch.samples
     if samples is not None:
         samples = samples._replace(adapter=np.where(np.isin(samples.adapter, list(adapters)), -1, samples.adapter))
     return batch._replace(
         samples=samples,
-        tokens=np.where(removed, 0, batch.tokens),
-        targets=np.where(removed, 0, batch.targets),
-        weights=np.where(removed, np.float32(0), batch.weights),
-        row_adapter=np.where(removed, -1, batch.row_adapter),
+        tokens=np.where(is_masked, 0, batch.tokens),
+        targets=np.where(is_masked, 0, batch.targets),
+        weights=np.where(is_masked, np.float32(0), batch.weights),
+        row_adapter=np.where(is_masked, -1, batch.row_adapter),
         tile_adapter=np.where(np.isin(batch.tile_adapter, list(adapters)), -1, batch.tile_adapter),
     )
 

@@ -163,8 +163,8 @@ def open_base(
     places = [(stand_ins.get(stage, extent), meshes[stage]) for stage, extent in enumerate(layers)]
     stages = _stages(config, model, specs, remat, places)
     roomy = _has_room_to_start(config, model, remat)
-    cached = open_cache(config, full_reader, base_files, tensors)  # last: it opens a file
-    return Base(stages=stages, roomy=roomy, read=lambda progress: parted(cached.read(progress)), cached=cached)
+    cache = open_cache(config, full_reader, base_files, tensors)  # last: it opens a file
+    return Base(stages=stages, roomy=roomy, read=lambda progress: parted(cache.read(progress)), cached=cache)
 
 
 def check_adapters(config: JobConfig, prepared: Prepared) -> None:

@@ -180,5 +180,5 @@ class BatchEnd:
             of_embed, of_head = take(EMBED_ROWS, stage), take(HEAD_ROWS, stage)
             return closed._replace(summary=stage.join_twins(self.number, of_embed, of_head, closed.summary))
 
-        joined = {index: self.submit(index, partial(join, index)) for index in sorted({*ends.values()})}
-        return {**self.closed, **joined}
+        join_futures = {index: self.submit(index, partial(join, index)) for index in sorted({*ends.values()})}
+        return {**self.closed, **join_futures}

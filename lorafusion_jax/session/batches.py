@@ -90,12 +90,12 @@ def _shape(config: JobConfig, prepared: Prepared, capacity_tokens: int, parts: S
 
 def _reserved_shape(config: JobConfig, capacity_tokens: int) -> Shape:
     """Room for microbatches with adapters that may join, so that their shape stays the same."""
-    stacked = len(stack_of(config).config.adapters)
-    most = min(stacked, MOST_ADAPTERS) if config.train.places else 1
+    stack_size = len(stack_of(config).config.adapters)
+    most = min(stack_size, MOST_ADAPTERS) if config.train.places else 1
     return Shape(
         capacity_tokens=capacity_tokens,
         segments=reserved_segments(config, capacity_tokens),
-        adapters=adapter_places(most, stacked),
+        adapters=adapter_places(most, stack_size),
     )
 
 

@@ -141,10 +141,10 @@ def check_step(call: OptimStep) -> None:
         value, top = getattr(call, entry.name), 1.0 if entry.name.startswith("beta") else np.inf
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 <= value < top or (entry.name == "eps" and not np.float32(value)):
-            allowed = "a number from 0 to below 1" if top == 1 else "a finite number of at least 0"
+            valid_range = "a number from 0 to below 1" if top == 1 else "a finite number of at least 0"
             raise CallError(
                 "call.optimizer",
-                f"{entry.name} is {value!r}, not {'a number above 1e-45' if entry.name == 'eps' else allowed}.",
+                f"{entry.name} is {value!r}, not {'a number above 1e-45' if entry.name == 'eps' else valid_range}.",
             )
 
 

@@ -150,7 +150,7 @@ def model_card(adapter: AdapterConfig, step: int, config: JobConfig, *, plan: st
     base, revision = exported_base(config)
     at = f', revision="{revision}"' if revision else ""
     longer = "".join(f" and {part.samples} samples" for part in adapter.extended)
-    planned = f"\n| plan | {plan} |" if plan else ""
+    plan_row = f"\n| plan | {plan} |" if plan else ""
     stored = "" if settings.quantize == NONE else f", quantised as {settings.quantize}"
     objective = adapter.objective.chosen
     scored = _is_scored(adapter)
@@ -163,7 +163,7 @@ weights its outputs differ a little.
 """
     warning = f"\n**Training failed after this step**: {failure}. These are the last good weights.\n" if failure else ""
     on_hub = f"base_model: {base}\n" if "/" in base else ""
-    loaded = base if on_hub else f"path/to/{base}"
+    origin = base if on_hub else f"path/to/{base}"
     return f"""---
 {on_hub}library_name: peft
 tags: [lora]
@@ -176,10 +176,10 @@ LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusio
 |---|---|
 | rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{" (rsLoRA)" if lora.rslora else ""}, {lora.dropout:g} |
 | optimizer | {optim.name}, lr {optim.lr:g}, {optim.schedule}, warm-up {optim.warmup:g} |
-| global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}{longer}, {adapter.seed} |{planned}
+| global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}{longer}, {adapter.seed} |{plan_row}
 
 `run.json` holds the complete record.
-{_loading(adapter, model, f'"{loaded}"{at}{labels}', in_whole=not wrapper or loads_whole(wrapper, scored=scored))}"""
+{_loading(adapter, model, f'"{origin}"{at}{labels}', in_whole=not wrapper or loads_whole(wrapper, scored=scored))}"""
 
 
 def _is_scored(adapter: AdapterConfig) -> bool:

@@ -19,15 +19,15 @@ def fail_together() -> Iterator[None]:
         LoraFusionError: the error of this process.
         CheckpointError: `run.refused`, if another process raised.
     """
-    refused: LoraFusionError | None = None
+    error: LoraFusionError | None = None
     try:
         yield
     except LoraFusionError as problem:
-        refused = problem
-    if any_process(refused is not None) and refused is None:
-        refused = CheckpointError("run.refused", "another process of this run failed; see its message.")
-    if refused is not None:
-        raise refused
+        error = problem
+    if any_process(error is not None) and error is None:
+        error = CheckpointError("run.refused", "another process of this run failed; see its message.")
+    if error is not None:
+        raise error
 
 
 @contextmanager

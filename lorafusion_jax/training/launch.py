@@ -141,10 +141,10 @@ def _finish_loading(
         ahead_failures=ahead.failures,
     )
     notices = [dataclasses.replace(notice, slot=slot) for notice in session.reading.take_notices()]
-    compiled = [interval for name, interval in parts.items() if name != BASE]
-    if not compiled:
+    compile_intervals = [interval for name, interval in parts.items() if name != BASE]
+    if not compile_intervals:
         return StartUp(events=(*notices, started))
-    seconds = max(end for _, end in compiled) - min(begin for begin, _ in compiled)
+    seconds = max(end for _, end in compile_intervals) - min(begin for begin, _ in compile_intervals)
     return StartUp(
         events=(*notices, started, ProgramCompiled(slot=slot, program="training step", seconds=round(seconds, 3)))
     )

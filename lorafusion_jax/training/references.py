@@ -256,7 +256,7 @@ class JoiningReferences:
         joining.made = references
         if references is None:  # it was dropped
             return
-        tokens = sum(len(opened.samples.tokens) for opened in joining.opened.result())
+        tokens = sum(len(set_pass.samples.tokens) for set_pass in joining.opened.result())
         self._emit(
             ReferencesComputed(
                 slot=self._slot,

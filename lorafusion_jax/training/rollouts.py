@@ -110,8 +110,8 @@ class Rollouts:
         prompts = self._rollout_of(name).held_out
         answers = self._answers({name: prompts}, {name: [Sampling(max_tokens=1)] * len(prompts)}, greedy=True)[name]
         self._reward(name, prompts, answers)
-        judged = [answer.reward for answer in answers if answer.reward is not None]
-        return float(np.mean(judged)) if judged else float("nan"), sum(len(answer.tokens) for answer in answers)
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        return float(np.mean(rewards)) if rewards else float("nan"), sum(len(answer.tokens) for answer in answers)
 
     def saved(self) -> None:
         """Deletes files that no checkpoint needs; call it after each save."""

@@ -93,7 +93,7 @@ class Saver:
             if adapter.status == "running" and adapter.step
         }
         snapshot = self._session.snapshot()
-        slot, position, paused = progress.slot, progress.position(), time.perf_counter() - began
+        slot, position, pause_s = progress.slot, progress.position(), time.perf_counter() - began
 
         def write() -> None:
             if is_first():
@@ -105,7 +105,7 @@ class Saver:
                     slot=slot,
                     path=str(self._directory / str(slot)),
                     seconds=round(time.perf_counter() - began, 3),
-                    paused_s=round(paused, 3),
+                    paused_s=round(pause_s, 3),
                 )
             )
 

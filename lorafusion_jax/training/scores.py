@@ -51,8 +51,8 @@ class Scores:
         texts = [generator.text(*pair) for pair in zip(requests, answers, strict=True)]
         score = Reward(kind="function", value=settings.score)
         scores = rewards_of([score], prompts, texts, self._functions_of(name))
-        judged = scores[~np.isnan(scores)]
-        return float(judged.mean()) if len(judged) else None
+        valid_scores = scores[~np.isnan(scores)]
+        return float(valid_scores.mean()) if len(valid_scores) else None
 
     def close(self) -> None:
         for functions in self._functions.values():

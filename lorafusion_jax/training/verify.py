@@ -46,13 +46,13 @@ def verify_exports(run: Path) -> dict[str, Check]:
     specs = [exported_spec(spec) for spec in trained]
     config = config if specs == trained else without_places(config)  # places are of the kinds that were trained
     session = Session.open(config, prepared, specs)
-    exported = {index: folder.latest(spec.name) for index, spec in enumerate(specs)}
+    folder_by_index = {index: folder.latest(spec.name) for index, spec in enumerate(specs)}
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
     try:
         session.start_all(
             {
                 index: read_adapter(path, specs[index].kind, specs[index].head)[1]
-                for index, path in exported.items()
+                for index, path in folder_by_index.items()
                 if path is not None
             }
         )
