@@ -102,5 +102,5 @@ def _samples(header: bytes, size: int) -> Iterator[int]:
 
 def commit_of(directory: Path) -> str | None:
     """Returns the commit of a model in the hub's cache: the name of its folder."""
-    resolved: Any = directory.resolve()
-    return resolved.name if resolved.parent.name == "snapshots" else None
+    path: Any = directory.resolve()
+    return path.name if path.parent.name == "snapshots" else None

@@ -78,7 +78,7 @@ class RunFolder:
     def exported(self, name: str) -> list[Path]:
         """Returns the exported folders of an adapter, oldest first."""
         folders = (self.path / "adapters" / name).glob("step-*")
-        return sorted((exported for exported in folders if _STEP.fullmatch(exported.name)), key=step_of)
+        return sorted((folder for folder in folders if _STEP.fullmatch(folder.name)), key=step_of)
 
     def latest(self, name: str) -> Path | None:
         """Returns the newest exported folder of an adapter."""
@@ -177,12 +177,12 @@ class RunFolder:
                 read_text(self._current(CONFIG), SETTINGS)
             ):
                 raise
-            changed = CheckpointError(
+            config_error = CheckpointError(
                 "run.config-changed",
                 f"{self.path / CONFIG} is not as this run wrote it.",
                 fix="restore it from a copy, unless you changed it and the errors above tell what is wrong",
             )
-            raise_all([*getattr(problem, "errors", [problem]), changed])
+            raise_all([*getattr(problem, "errors", [problem]), config_error])
 
     def write_config(self, config: JobConfig, record: dict) -> None:
         """Replaces run.json and the current settings, which it also holds, in one step."""

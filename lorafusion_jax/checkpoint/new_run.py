@@ -52,11 +52,11 @@ def must_be_writable(path: Path) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as problem:
-        refused = f"{existing} is not writable: {problem.strerror}"
+        why = f"{existing} is not writable: {problem.strerror}"
         raise CheckpointError(
             "run.folder",
             f"{path} cannot be a run folder.",
-            why=f"{existing} is a file" if existing.is_file() else refused,
+            why=f"{existing} is a file" if existing.is_file() else why,
             fix="--out runs/NAME, a new folder in a place where you may write",
         ) from None
 

@@ -56,11 +56,11 @@ def unproven_bases(config: JobConfig) -> list[str]:
     for name, folder in _starts(config):
         try:
             unproven = not _digests(folder) and not _comparable(folder, config)
-            recorded = _recorded_base(folder)[0]
+            base_name = _recorded_base(folder)[0]
         except LoraFusionError:
             continue
         if unproven:
-            for_base = f"for '{recorded}'" if recorded else "for a base model that its folder does not name"
+            for_base = f"for '{base_name}'" if base_name else "for a base model that its folder does not name"
             notes.append(
                 f"{name}: lora.init_from was made {for_base}. "
                 f"All shapes fit, but it is unknown whether that is '{config.base.model}'"

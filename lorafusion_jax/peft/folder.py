@@ -251,8 +251,8 @@ def _read(folder: Path, kind: str | None = None, head: Head | None = None) -> tu
 def cast_tensors(folder: Path, dtype: str) -> None:
     """Rewrites the tensors of a PEFT folder in another dtype, rounded to the nearest."""
     to = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    with safe_open(folder / TENSOR_FILE, "np") as opened:
-        tensors = {key: opened.get_tensor(key).astype(to) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+    with safe_open(folder / TENSOR_FILE, "np") as reader:
+        tensors = {key: reader.get_tensor(key).astype(to) for key in reader.keys()}  # noqa: SIM118 (no mapping)
     write_tensors(folder / TENSOR_FILE, tensors)
 
 
@@ -331,11 +331,11 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         raise CheckpointError("peft.missing-file", f"{folder} has no {TENSOR_FILE}.")
     try:
         check_regular(file)
-        with safe_open(file, "np") as opened:
-            names = {key: plain_name(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+        with safe_open(file, "np") as reader:
+            names = {key: plain_name(key) for key in reader.keys()}  # noqa: SIM118 (no mapping)
             if len(set(names.values())) < len(names):  # both forms of a name: one of them is extra
                 names = {key: key for key in names}
-            return {name: opened.get_tensor(key) for key, name in names.items()}
+            return {name: reader.get_tensor(key) for key, name in names.items()}
     except (SafetensorError, OSError, TypeError) as problem:
         raise CheckpointError(
             "peft.damaged", f"{TENSOR_FILE} cannot be read.", where=str(file), why=str(problem)

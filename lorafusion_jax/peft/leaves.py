@@ -56,11 +56,11 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int, layers: Som
         if path.rsplit(".", 1)[-1] not in spec.targets:
             continue
         stacked = [_host(lora_leaves[f"{path}.{leaf.name}"]) for leaf in kind.of_projections]
-        for unrolled, layer_index in places.items():
-            if spec.patterns is not None and not spec.has(unrolled):
+        for layer_path, layer_index in places.items():
+            if spec.patterns is not None and not spec.has(layer_path):
                 continue
-            pairs, rank = zip(kind.of_projections, stacked, strict=True), spec.rank_at(unrolled)
-            arrays[unrolled] = tuple(leaf.at_rank(array[(*layer_index, index)], rank).copy() for leaf, array in pairs)
+            pairs, rank = zip(kind.of_projections, stacked, strict=True), spec.rank_at(layer_path)
+            arrays[layer_path] = tuple(leaf.at_rank(array[(*layer_index, index)], rank).copy() for leaf, array in pairs)
     if not arrays:
         names = sorted({path.rsplit(".", 1)[-1] for path in projections})
         raise CheckpointError(
@@ -113,9 +113,9 @@ def put_adapter(
     table = adapter_kind(kind)
     projections = _projections(lora_leaves, table, layers)
     places = {
-        unrolled: (path, layer_index)
+        layer_path: (path, layer_index)
         for path, layer_indices in projections.items()
-        for unrolled, layer_index in layer_indices.items()
+        for layer_path, layer_index in layer_indices.items()
     }
     present = {path: at for path, at in places.items() if patterns is None or patterns.has(path)}
     _check_fit(lora_leaves, table, present, arrays)
@@ -125,15 +125,15 @@ def put_adapter(
         leaf = _leaf_of(table, name)
         np.moveaxis(changed, changed.ndim - 1 - len(leaf.axes), 0)[index] = 0
         leaves[name] = changed
-    for unrolled, tensors in arrays.items():
-        if unrolled == HEAD:
+    for layer_path, tensors in arrays.items():
+        if layer_path == HEAD:
             leaves |= _put_head(lora_leaves, index, tensors, head)
             continue
-        if unrolled == TOKENS:
+        if layer_path == TOKENS:
             leaves |= _put_rows(lora_leaves, index, tensors, tokens)
             continue
-        path, layer_index = (SHARED, (0,)) if unrolled == SHARED else places[unrolled]
-        group = table.shared if unrolled == SHARED else table.leaves_at(path)
+        path, layer_index = (SHARED, (0,)) if layer_path == SHARED else places[layer_path]
+        group = table.shared if layer_path == SHARED else table.leaves_at(path)
         for leaf, tensor in zip(group, tensors, strict=True):
             into = leaves[f"{path}.{leaf.name}"][(*layer_index, index)]
             into[tuple(slice(size) for size in tensor.shape)] = tensor

@@ -150,8 +150,8 @@ def _projections(folder: Path, names: Collection[str | None], experts: Sequence[
     file = folder / TENSOR_FILE
     try:
         check_regular(file)
-        with safe_open(file, "np") as opened:
-            keys = list(opened.keys())
+        with safe_open(file, "np") as reader:
+            keys = list(reader.keys())
         matches = [KEY.fullmatch(our_key(text_name(plain_name(key))[0], experts)) for key in keys]
         return list(dict.fromkeys(match[1] for match in matches if match and match[4] in names)), root_of(keys)
     except (SafetensorError, OSError) as problem:
