@@ -151,18 +151,18 @@ class GenerationPrograms:
         """
         windows = lv.own_windows(self._layout.columns, adapter, spec)[..., None]
         ratios = self._parts.inputs.ratios_of(spec)
-        filled, finite = [], []
+        pieces, finite = [], []
         for piece, (names, number) in zip(bank, self._names_by_piece(leaves), strict=True):
             if not names:
-                filled.append(piece)
+                pieces.append(piece)
                 continue
             scales = {name: ratios[name][number] for name in names if name in ratios}
             rows = {name: windows[self._rows[name]] for name in names}
             at = {name: np.int32(self._leaf_row(name, number)) for name in names}
             filled_piece, good = self._put(piece, {n: leaves[n] for n in names}, rows, scales, at, np.int32(slot))
-            filled.append(filled_piece)
+            pieces.append(filled_piece)
             finite.append(good)
-        return filled, finite
+        return pieces, finite
 
     def _names_by_piece(self, leaves: Leaves) -> list[tuple[list[str], int]]:
         """Names of leaves and number of the layer, of each piece and of no layer."""
@@ -199,13 +199,13 @@ class GenerationPrograms:
         slot: Array,
     ) -> tuple[Leaves, Array]:  # fmt: skip
         views, good = self._take_leaves(leaves, windows, ratios, at), []
-        filled = {}
+        bank_leaves = {}
         for name, leaf in views.items():
             good.append(jnp.isfinite(leaf).all())
             leaf = jnp.where(jnp.isfinite(leaf), leaf, 0)
             axis = _slot_axis(name, leaf.ndim)
-            filled[name] = lax.dynamic_update_slice_in_dim(bank[name], leaf, slot, axis)
-        return filled, jnp.stack(good).all()
+            bank_leaves[name] = lax.dynamic_update_slice_in_dim(bank[name], leaf, slot, axis)
+        return bank_leaves, jnp.stack(good).all()
 
     def _take_leaves(
         self, leaves: Leaves, windows: dict[str, Any], ratios: dict[str, Any], at: dict[str, Any]

@@ -375,8 +375,8 @@ class _Run:
         if sharding is not None and experts:
             raise unsupported_linear(self.where, "it has a weight for each expert and sets out_sharding")
         casts = None if weight_part.casts is None else (*weight_part.casts, dtype)
-        placed = self._sharding(sharding, back)
-        product = Result(dtype=result, sharding=placed, experts=experts, part=weight_part.part, casts=casts)
+        result_sharding = self._sharding(sharding, back)
+        product = Result(dtype=result, sharding=result_sharding, experts=experts, part=weight_part.part, casts=casts)
         y = self.product(weight_part.name, x, w, inside, product)
         for factor in weight_part.factors:
             y = (y * factor).astype(y.dtype)

@@ -138,18 +138,18 @@ def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
     Raises:
         ConfigError: `lora.unknown-adapter`.
     """
-    targeted = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
+    plan_by_layer = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
     _check_unquantised(model)
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
     calls = Calls(
-        (plan.path for plan, _ in targeted.values()),
-        (plan.path for plan, _ in targeted.values() if plan.calls and plan.path in plan.calls.ran),
+        (plan.path for plan, _ in plan_by_layer.values()),
+        (plan.path for plan, _ in plan_by_layer.values() if plan.calls and plan.path in plan.calls.ran),
     )
     for number, layer in layers.items():
-        if number not in targeted:
+        if number not in plan_by_layer:
             _strip(layer)
             continue
-        plan, index = targeted[number]
+        plan, index = plan_by_layer[number]
         spec, stack = plan.adapters[index], len(plan.linear.stack)
         leaves = {leaf.name: leaf for leaf in adapter_kind(spec.kind).leaves}
         for key in plan.leaf_names:
@@ -186,18 +186,18 @@ def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False, allow_unc
         raise ConfigError("lora.no-weights", "the adapters of a Linen model hold no weights to merge into.", fix=fix)
     if any(hasattr(layer, BASE) for _, layer in walk(model)):
         raise ConfigError("lora.merged", "an adapter is merged into this model already.", fix="unmerge_adapter(model)")
-    targeted = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
+    plan_by_layer = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
     check_owners(model)
     _check_unquantised(model)
     if not allow_uncalled:
-        _check_called([plan for plan, _ in targeted.values()])
+        _check_called([plan for plan, _ in plan_by_layer.values()])
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
     for number, layer in layers.items():
         weight = getattr(layer, layer.lora_plan.linear.weight)
         if keep:
             setattr(layer, BASE, LoRABase(weight[...]))
-        if number in targeted:
-            plan, index = targeted[number]
+        if number in plan_by_layer:
+            plan, index = plan_by_layer[number]
             spec, stack = plan.adapters[index], len(plan.linear.stack)
             tensors = {name: np.take(np.asarray(getattr(layer, name)[...]), index, stack) for name in plan.leaf_names}
             tensors = {leaf.name: tensors[leaf.name] for leaf in adapter_kind(spec.kind).leaves}
