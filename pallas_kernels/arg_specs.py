@@ -67,7 +67,7 @@ def make_arrays(spec: LinearSpec, seed: int = 0) -> dict[str, jax.Array | Dropou
     """Draws normal inputs; several adapters have mixed ranks, from the full one down to 8, and contiguous tiles."""
     keys = jax.random.split(jax.random.key(seed), 5)
     dtype = jnp.dtype(spec.dtype)
-    mixed = [spec.rank >> halved for halved in range(spec.rank.bit_length()) if spec.rank >> halved >= 8]
+    mixed = [spec.rank >> shift for shift in range(spec.rank.bit_length()) if spec.rank >> shift >= 8]
     ranks = jnp.resize(jnp.array(mixed or [spec.rank]), spec.adapters)
     rank_mask = (jnp.arange(spec.rank)[None, :] < ranks[:, None]).astype(dtype)
 

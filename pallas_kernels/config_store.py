@@ -146,8 +146,8 @@ def op_row(device_kind: str, call: OpCall) -> tuple[OpRow, Source] | None:
 
 def fastest(device_kind: str, call: OpCall) -> str | None:
     """Returns the implementation that measured fastest; None if nobody measured the call."""
-    decided = op_row(device_kind, call)
-    return None if decided is None else decided[0].winner
+    row = op_row(device_kind, call)
+    return None if row is None else row[0].winner
 
 
 def key(kernel: str, tokens: int, in_features: int, out_features: int, rank: int, *, dropout: bool) -> tuple:

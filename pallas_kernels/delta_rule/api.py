@@ -132,8 +132,8 @@ def _preferred(q: jax.Array, v: jax.Array) -> DeltaRuleImplementation:
         return "xla"
     from pallas_kernels.delta_rule import triton  # loads Pallas
 
-    unsupported = triton.unsupported_reason(chunk_rows(len(q)), q.shape[-1], v.shape[-1])
-    return "xla" if unsupported else "pallas_triton"
+    reason = triton.unsupported_reason(chunk_rows(len(q)), q.shape[-1], v.shape[-1])
+    return "xla" if reason else "pallas_triton"
 
 
 def _kernel_walk(q: jax.Array, v: jax.Array, precision: str | None) -> Walk:

@@ -124,8 +124,10 @@ def conditions() -> dict[str, str]:
 
 def joined_conditions(old: dict[str, str], new: dict[str, str]) -> dict[str, str]:
     """Conditions of a continued table: all versions and dates of its times."""
-    merged = {name: table[name].split(", ") for table in (new, old) for name in table}  # old wins
-    return {name: ", ".join(dict.fromkeys([*values, new.get(name, values[-1])])) for name, values in merged.items()}
+    values_by_name = {name: table[name].split(", ") for table in (new, old) for name in table}  # old wins
+    return {
+        name: ", ".join(dict.fromkeys([*values, new.get(name, values[-1])])) for name, values in values_by_name.items()
+    }
 
 
 def _groups(spec: LinearSpec, quick: bool) -> dict[str, list[search.Candidate]]:

@@ -165,4 +165,4 @@ def fit_pass[C: (DownConfig, DsdbConfig, DaConfig)](config: C, rank: int, item: 
 
 def _halves(size: int, least: int = 16) -> list[int]:
     """The size and its halves, down to a tensor-core step."""
-    return [size] + [size >> halved for halved in range(1, size.bit_length()) if size >> halved >= least]
+    return [size] + [size >> shift for shift in range(1, size.bit_length()) if size >> shift >= least]

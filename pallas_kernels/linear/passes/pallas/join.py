@@ -34,7 +34,7 @@ def join(
     num_rows = pieces[0].shape[1]
     block = row_block(num_rows, max(16, TILE // max(piece.shape[2] for piece in pieces)))
     *starts, end = itertools.accumulate((piece.shape[2] for piece in pieces), initial=0)
-    assert all(end <= asked for asked in (columns, rows) if asked), (end, columns, rows)
+    assert all(end <= extent for extent in (columns, rows) if extent), (end, columns, rows)
     shapes = [(num_rows, columns)] * (columns > 0) + [(rows, num_rows)] * (rows > 0)
 
     def kernel(*refs):  # a program has some rows of a piece, or of the zeros after all pieces
