@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 MOST_SHOWN = 2000  # characters of each part of a message
 
 
@@ -145,3 +149,23 @@ def did_you_mean(name: str, names: Iterable[str], *, most: int = 1, cutoff: floa
 
 def _rebuild(kind, code, what, where, why, fix):
     return kind(code, what, where=where, why=why, fix=fix)
+
+
+def install_line(extra: str, root: Path = ROOT) -> str:
+    """Returns the command that installs an extra of this package from where the package itself came.
+
+    Args:
+        extra: name of the extra.
+        root: folder that holds the package: a checkout, or that of installed packages.
+    """
+    if (root / "pyproject.toml").is_file():
+        return f'pip install -e "{root}[{extra}]"'
+    try:
+        origin = json.loads(distribution("lorafusion-jax").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        origin = {}
+    if "url" not in origin:  # from an index
+        return f'pip install "lorafusion-jax[{extra}]"'
+    version = origin.get("vcs_info", {})
+    url = f"{version['vcs']}+{origin['url']}@{version['commit_id']}" if version else origin["url"]
+    return f'pip install "lorafusion-jax[{extra}] @ {url}"'

@@ -1,10 +1,12 @@
 """Errors: readable, complete, and picklable."""
 
+import json
 import pickle
+import sys
 
 import pytest
 
-from lorafusion_jax.errors import ConfigError, DataError, ErrorList, raise_all
+from lorafusion_jax.errors import ConfigError, DataError, ErrorList, install_line, raise_all
 
 
 def test_an_error_says_what_where_why_and_what_to_do():
@@ -38,3 +40,26 @@ def test_errors_survive_pickling():
     assert (error.code, error.where, error.fix) == ("a.b", "here", "that")
     several = pickle.loads(pickle.dumps(ErrorList([error, error])))
     assert len(several.errors) == 2
+
+
+@pytest.mark.parametrize(
+    ("origin", "line"),
+    [
+        (None, 'pip install "lorafusion-jax[hf]"'),
+        ({"url": "file:///tmp/a.whl", "archive_info": {}}, 'pip install "lorafusion-jax[hf] @ file:///tmp/a.whl"'),
+        (
+            {"url": "https://host/a.git", "vcs_info": {"vcs": "git", "commit_id": "ab12"}},
+            'pip install "lorafusion-jax[hf] @ git+https://host/a.git@ab12"',
+        ),
+    ],
+)
+def test_extras_are_installed_from_where_the_package_came(tmp_path, monkeypatch, origin, line):
+    info = tmp_path / "lorafusion_jax-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lorafusion-jax\nVersion: 1\n")
+    if origin is not None:
+        (info / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert install_line("hf", tmp_path) == line
+    (tmp_path / "pyproject.toml").touch()
+    assert install_line("hf", tmp_path) == f'pip install -e "{tmp_path}[hf]"'

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import commit_of
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import CheckpointError, did_you_mean
+from lorafusion_jax.errors import CheckpointError, did_you_mean, install_line
 from lorafusion_jax.families.hf_config import shortened
 
 ALLOWED = ["*.json", "*.safetensors", "*.jinja"]  # files of a hub model
@@ -106,7 +106,7 @@ def _from_hub(name: str, revision: str | None, direct: Path) -> Path:
             "model.missing",
             f"there is no model directory {name}, and hub names need the hf extra.",
             where=str(direct.absolute()),
-            fix='pip install "lorafusion-jax[hf]"',
+            fix=install_line("hf"),
         ) from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=ALLOWED))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.errors import CheckpointError, ConfigError, install_line
 
 
 def hub() -> Any:
@@ -18,9 +18,7 @@ def hub() -> Any:
         import huggingface_hub
     except ImportError:
         message = "--push needs the hf extra, which is not installed."
-        raise ConfigError(
-            "export.no-hub", message, fix='pip install "lorafusion-jax[hf]", then: hf auth login'
-        ) from None
+        raise ConfigError("export.no-hub", message, fix=f"{install_line('hf')}, then: hf auth login") from None
     return huggingface_hub.HfApi()
 
 

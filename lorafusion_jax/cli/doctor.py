@@ -19,7 +19,7 @@ from lorafusion_jax.cli.defaults import command_to_measure, defaults
 from lorafusion_jax.cli.job_calls import calls_of_job, typical_calls
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.cache import token_cache
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import LoraFusionError, install_line
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.machine import program_cache
 from lorafusion_jax.report.console import out, plain_table
@@ -76,7 +76,7 @@ def diagnosis(jobs: Path | None = None, overrides: Sequence[str] = ()) -> dict[s
         f"{device.platform}:{device.id}": f"{device.device_kind}{_memory(device)}" for device in jax.local_devices()
     }
     extras = {
-        name: "installed" if find_spec(package) else f"not installed: pip install 'lorafusion-jax[{name}]'"
+        name: "installed" if find_spec(package) else f"not installed: {install_line(name)}"
         for name, package in EXTRAS.items()
     }
     return {

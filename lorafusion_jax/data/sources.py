@@ -38,7 +38,7 @@ from lorafusion_jax.data.row_files import (
     without_nulls,
 )
 from lorafusion_jax.data.rows import SHOWN, RawSource, Rows
-from lorafusion_jax.errors import DataError, first_few, raise_all
+from lorafusion_jax.errors import DataError, first_few, install_line, raise_all
 from lorafusion_jax.files import PART, make_folder, user_cache
 from lorafusion_jax.plugins import find, known_names, origin
 
@@ -327,9 +327,7 @@ def _open_hub(source: str) -> RawSource:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
-        raise DataError(
-            "data.hub-extra", f"{source} needs the hf extra.", fix='pip install "lorafusion-jax[hf]"'
-        ) from None
+        raise DataError("data.hub-extra", f"{source} needs the hf extra.", fix=install_line("hf")) from None
     try:
         dataset = datasets.load_dataset(name, split=split or "train")  # its files are mapped, not read
         table = _Table(lambda: map(without_nulls, dataset))

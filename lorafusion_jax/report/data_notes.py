@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.warm_start_base import unproven_bases
-from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
+from lorafusion_jax.config.schema import AdapterConfig, BatchSettings, DataSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet
 from lorafusion_jax.errors import LoraFusionError, first_few
@@ -22,6 +23,8 @@ SHOWN = 5
 def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
     """Warnings about the rows of all adapters, training and held-out."""
     notes: list[str] = []
+    model = _base(config)
+    positions = sys.maxsize if model is None else model.positions
     readers: dict[str, list[str]] = {}  # of each note on a file: adapters may share it, or read it otherwise
     for adapter in config.adapters:
         data = prepared.adapters[adapter.name]
@@ -30,64 +33,80 @@ def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
                 for report in (samples.report, *samples.report.parts):
                     for note in report.notes:
                         readers.setdefault(f"{report.source}: {note}", []).append(who)
-                notes += _notes_of_set(who, samples, adapter.data, config.batch.tile_tokens)
+                notes += _notes_of_set(who, samples, adapter.data, config.batch, positions)
     of_files = [f"{first_few(names, SHOWN)}: {note}" for note, names in readers.items()]
-    notes = [*of_files, *notes, *_length_notes(config, prepared), *unproven_bases(config), *_base_notes(config)]
+    notes = [*of_files, *notes, *_length_notes(config, prepared), *unproven_bases(config), *_base_notes(model)]
     return list(dict.fromkeys(notes))
 
 
-def _base_notes(config: JobConfig) -> list[str]:
-    """Warnings about what the base has and training leaves out."""
+def _base(config: JobConfig) -> ModelConfig | None:
     try:
-        dropouts = ModelConfig.from_hf(base_directory(config)).dropouts
+        return ModelConfig.from_hf(base_directory(config))
     except LoraFusionError:  # who needs the base says so
-        return []
-    rates = ", ".join(f"{key}={rate:g}" for key, rate in dropouts if rate)
+        return None
+
+
+def _base_notes(model: ModelConfig | None) -> list[str]:
+    """Warnings about what the base has and training leaves out."""
+    rates = ", ".join(f"{key}={rate:g}" for key, rate in model.dropouts if rate) if model else ""
     if not rates:
         return []
     return [f"base: {rates} of its config.json not applied: adapters train on the model as it is evaluated"]
 
 
-def _notes_of_set(who: str, samples: TokenizedSet, settings: DataSettings, tile: int) -> Iterator[str]:
+def _notes_of_set(
+    who: str, samples: TokenizedSet, settings: DataSettings, batch: BatchSettings, positions: int
+) -> Iterator[str]:
     if not samples.report.parts or samples.parts is None:
-        yield from _notes(who, samples.report, samples.rows, samples.lengths, settings, tile)
+        longer = _suggest_length(samples.report.uncut, settings.max_length, batch, positions)
+        yield from _notes(who, samples.report, samples.rows, samples.lengths, settings, longer)
         return
     for part, report in enumerate(samples.report.parts):
         in_part = samples.parts == part
         rows, lengths = samples.rows[in_part], samples.lengths[in_part]
-        yield from _notes(f"{who}: {report.source}", report, rows, lengths, settings, tile)
+        longer = _suggest_length(report.uncut, settings.max_length, batch, positions)
+        yield from _notes(f"{who}: {report.source}", report, rows, lengths, settings, longer)
 
 
 def _notes(
-    who: str, report: DataReport, rows: np.ndarray, lengths: np.ndarray, settings: DataSettings, tile: int
+    who: str, report: DataReport, rows: np.ndarray, lengths: np.ndarray, settings: DataSettings, longer: str
 ) -> Iterator[str]:
     limit = settings.max_length
-    longer = _suggest_length(report.uncut, limit, tile)
     if report.cut:
         full_rows = rows[lengths == limit]  # may include uncut rows of exactly this length
         which = f": {_rows(full_rows.tolist())}" if len(full_rows) == report.cut else ""
         yield (
             f"{who}: {_share(report.cut, report.rows)} are cut at {exact(limit)} tokens{which}\n"
-            f"    {longer}, or set data.on_long: drop"
+            f"    {longer}{', or ' if longer else ''}set data.on_long: drop"
         )
     if report.dropped:
         share = _share(len(report.dropped), report.rows)
         yield f"{who}: {share} have no token to learn from and are left out: {_rows(report.dropped)}"
     if report.too_long:
         share = _share(len(report.too_long), report.rows)
-        yield f"{who}: {share} exceed {exact(limit)} tokens and are left out: {_rows(report.too_long)}\n    {longer}"
+        yield f"{who}: {share} exceed {exact(limit)} tokens and are left out: {_rows(report.too_long)}" + (
+            f"\n    {longer}" if longer else ""
+        )
 
 
 def _share(some: int, rows: int) -> str:
     return f"{exact(some)} of {exact(rows)} rows ({percent(some / rows)})"
 
 
-def _suggest_length(uncut: Sequence[int], limit: int, tile: int) -> str:
-    """Suggests lengths; the quantiles end with those of 98 % and of all rows."""
-    *_, most, longest = (-(-tokens // tile) * tile for tokens in uncut)
-    if most > limit:
-        return f"raise data.max_length to {most} to keep 98 % whole, to {longest} to keep all"
-    return f"raise data.max_length to {longest} to keep all whole"
+def _suggest_length(uncut: Sequence[int], limit: int, batch: BatchSettings, positions: int) -> str:
+    """Suggests lengths that the model takes; the quantiles end with those of 98 % and of all rows."""
+    *_, most, longest = uncut
+    reasons = {most: "to keep 98 % whole", longest: "to keep all whole"}
+    reasons = {tokens: reason for tokens, reason in reasons.items() if tokens <= positions}
+    if longest > positions:
+        reasons[positions] = "for as much as the model has positions"
+    tile = batch.tile_tokens
+    lengths = {min(-(-tokens // tile) * tile, positions): reason for tokens, reason in reasons.items()}
+    longer = {length: reason for length, reason in lengths.items() if length > limit}
+    if not longer:
+        return ""
+    capacity = ", with batch.capacity_tokens as large at least" if max(longer) > batch.capacity_tokens else ""
+    return "raise data.max_length " + ", ".join(f"to {length} {reason}" for length, reason in longer.items()) + capacity
 
 
 def _rows(rows: Sequence[int]) -> str:

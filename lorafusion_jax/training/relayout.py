@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lorafusion_jax.checkpoint.new_run import SHOWN, differences
+from lorafusion_jax.checkpoint.new_run import SHOWN, differences, flat_settings
 from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.resolved import override_resolved
 from lorafusion_jax.config.schema import JobConfig
@@ -38,8 +38,9 @@ def apply_resume_overrides(config: JobConfig, overrides: Sequence[str]) -> JobCo
     """
     if not overrides:
         return config
-    keys = [text.partition("=")[0] for text in overrides]
-    raise_all([_not_changeable(key) for key in keys if not _may_change(key)])
+    values = {key: value for key, _, value in (text.partition("=") for text in overrides)}
+    keys = list(values)
+    raise_all([_not_changeable(key, values[key], config) for key in keys if not _may_change(key)])
     changed = override_resolved(config, overrides)
     if changed.mesh.stages != config.mesh.stages and "mesh.layers" not in keys:
         changed = changed.model_copy(update={"mesh": changed.mesh.model_copy(update={"layers": None})})
@@ -140,12 +141,16 @@ def _may_change(key: str) -> bool:
     return new_name(key) in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE  # an old name has its own error
 
 
-def _not_changeable(key: str) -> ConfigError:
+def _not_changeable(key: str, value: str, config: JobConfig) -> ConfigError:
     accepted = f"start a new run with lorafusion train; resume accepts {', '.join(MAY_CHANGE[:-1])} and save.*"
     longer = key.rpartition(".")[2] in LENGTHS
+    of_adapters = [f"adapters.{adapter.name}.{key}" for adapter in config.adapters]
+    run = flat_settings(config)
+    settings = {name: run[name] for name in (key, *of_adapters) if name in run}
     return ConfigError(
         "resume.fixed",
         f"{key} cannot change when a run is resumed.",
+        where=first_few([f"{name} is {was} and would be {value}" for name, was in settings.items()], SHOWN, "; "),
         why="what is planned for an adapter stays as it is, so that a resumed run has the results of an unbroken one",
         fix=f"lorafusion extend RUN ADAPTER --steps N trains an adapter for longer, --epochs N likewise; or {accepted}"
         if longer

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from operator import ne
 from pathlib import Path
 
 import jax
@@ -13,17 +14,18 @@ from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
 from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.checkpoint.begun_folder import begun_folder
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
+from lorafusion_jax.checkpoint.new_run import SHOWN, must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, warm_start_digests
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
 from lorafusion_jax.config.auto import MESH
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
-from lorafusion_jax.errors import CheckpointError, raise_all
+from lorafusion_jax.errors import CheckpointError, first_few, raise_all
 from lorafusion_jax.planning.auto import device_for_rates, resolve_auto
 from lorafusion_jax.planning.network import network_of
 from lorafusion_jax.planning.training_plan import plan_training, train_jobs
 from lorafusion_jax.report.events import Listener, PhaseBegun, fan_out
+from lorafusion_jax.report.format import exact
 from lorafusion_jax.report.record import make_record
 from lorafusion_jax.report.recorder import Recorder
 from lorafusion_jax.session.base import check_mesh, device_bytes
@@ -34,7 +36,13 @@ from lorafusion_jax.training.exclusive import fail_together
 from lorafusion_jax.training.launch import launch, local_listeners, record_phases
 from lorafusion_jax.training.outcome import RunResult
 from pallas_kernels.device import device_kind
-from scheduling import Plan, PlanError, verify_plan
+from scheduling import AdapterJob, Plan, PlanError, verify_plan
+
+PLANNED = {
+    "num_batches": "steps (train.max_steps, epochs, rows of data.train)",
+    "global_batch": "batch.global_samples",
+    "weight": "weight",
+}
 
 
 def train(
@@ -117,8 +125,17 @@ def _with_choices(config: JobConfig, prepared: Prepared, emit: Listener) -> tupl
 
 
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
+    jobs = train_jobs(config, prepared)
+    changes = list(_changed_jobs(plan, jobs))
+    if changes:
+        raise CheckpointError(
+            "plan.mismatch",
+            "the plan was made with other settings or data.",
+            where=first_few(changes, SHOWN, "; "),
+            fix="restore what the plan was made with, or make a new plan: lorafusion plan jobs.yaml -o plan.json",
+        )
     try:
-        verify_plan(plan, train_jobs(config, prepared))
+        verify_plan(plan, jobs)
     except PlanError as problem:
         raise CheckpointError(
             "plan.mismatch",
@@ -135,3 +152,22 @@ def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
             why=f"capacity, tile, (stages, replicas): {of_plan} in the plan, {of_job} in the job file",
             fix="train with the settings of the plan, or make a new plan: lorafusion plan jobs.yaml -o plan.json",
         )
+
+
+def _changed_jobs(plan: Plan, jobs: Sequence[AdapterJob]) -> Iterator[str]:
+    """Yields what is not as it was when a plan was made, in the words of job files."""
+    before, now = ({job.name: job for job in some} for some in (plan.jobs, jobs))
+    for name in dict.fromkeys((*before, *now)):
+        if name not in now or name not in before:
+            yield f"adapter {name} is only in the {'plan' if name in before else 'job file'}"
+            continue
+        old, new = before[name], now[name]
+        changes = [
+            f"{name}: {key} was {getattr(old, field):g} and is {getattr(new, field):g}"
+            for field, key in PLANNED.items()
+            if getattr(old, field) != getattr(new, field)
+        ]
+        yield from changes
+        if not changes and old != new:
+            differ = sum(map(ne, old.sample_tokens, new.sample_tokens))
+            yield f"{name}: {exact(differ)} of {exact(old.num_samples)} samples differ in length or place (data, seed)"

@@ -238,9 +238,19 @@ def test_folder_that_cannot_be_made(lorafusion, job, nothing_read, folder):
 def test_plan_of_other_data_or_of_another_mesh(lorafusion, job):
     plan = job.folder / "plan.json"
     assert lorafusion("plan", job.path, "-o", plan).code == 0
-    write_rows_to(job.folder / "law.jsonl", make_rows(13, 5))
+    for override, change in {
+        "train.max_steps=3": "law: steps (train.max_steps, epochs, rows of data.train) was 6 and is 3",
+        "adapters.med.weight=2.5": "med: weight was 1 and is 2.5",
+        "adapters.med.batch.global_samples=4": "med: batch.global_samples was 3 and is 4",
+        "seed=5": "samples differ in length or place",
+    }.items():
+        outcome = lorafusion("train", job.path, "--out", job.folder / "run", "--plan", plan, override)
+        assert (outcome.code, outcome.errors) == (2, ["plan.mismatch"]), outcome.err
+        assert change in outcome.err
+    write_rows_to(job.folder / "law.jsonl", make_rows(14, 5))
     outcome = lorafusion("train", job.path, "--out", job.folder / "run", "--plan", plan)
     assert (outcome.code, outcome.errors) == (2, ["plan.mismatch"])
+    assert "rows of data.train) was 6 and is 7" in outcome.err
     assert lorafusion("plan", job.path, "-o", plan, "mesh.stages=2").code == 0
     outcome = lorafusion("train", job.path, "--out", job.folder / "run", "--plan", plan)
     assert (outcome.code, outcome.errors) == (2, ["plan.mismatch"])

@@ -17,6 +17,7 @@ from cli_helpers import make_rows, snapshot, weights, write_rows_to
 from forked_commands import Command
 
 from lorafusion_jax.cli import init
+from lorafusion_jax.errors import install_line
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.peft.folder import read_adapter
@@ -121,7 +122,7 @@ def test_check_and_plan_name_packages_that_a_tracker_lacks(lorafusion, job, monk
         assert outcome.code == 0
         (note,) = [note for note in json.loads(outcome.out)["warnings"] if "missing-package" in note]
         assert "report.tensorboard needs a package" in note
-        assert 'pip install "lorafusion-jax[tensorboard]"' in note
+        assert install_line("tensorboard") in note
 
 
 def test_rows_that_are_cut_come_with_the_length_that_keeps_them(lorafusion, job):

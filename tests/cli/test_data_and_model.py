@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -166,3 +167,30 @@ def test_held_out_samples_that_are_trained_on_are_noted(lorafusion, own_job, fil
     warnings = json.loads(lorafusion("check", own_job.path, "--json").out)["warnings"]
     notes = [warning for warning in warnings if "data.eval-in-train" in warning]
     assert [f"law_eval.jsonl: [data.eval-in-train] {said} held-out" in note for note in notes] == [True] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "positions", "suggested"),
+    [
+        ((40, 90), 64, {64: "for as much as the model has positions"}),
+        ((90, 90), 200, {192: "to keep all whole"}),
+        ((90, 93), 200, {192: "to keep all whole"}),
+        ((40, 90), 16, {}),
+    ],
+)
+def test_the_length_that_is_suggested_is_one_that_the_model_takes(
+    lorafusion, own_job, own_base, words, positions, suggested
+):
+    change_config(own_base, max_position_embeddings=positions)
+    own_job.values["data"]["max_length"] = 16
+    rows = [{"text": "cat " * count} for count in (8, *words)]
+    for part in ("law.jsonl", "law_eval.jsonl", "med.jsonl"):
+        write_rows_to(own_job.folder / part, rows)
+    outcome = lorafusion("check", own_job.write())
+    assert outcome.code == 0, outcome.err
+    text = outcome.out
+    assert "set data.on_long: drop" in text
+    pairs = re.findall(r"(?:max_length|,) to (\d+) (.*?)(?=,|$)", text, re.MULTILINE)
+    assert {int(length): why for length, why in pairs} == suggested
+    for length in suggested:
+        assert lorafusion("check", own_job.path, f"data.max_length={length}", "batch.capacity_tokens=256").code == 0

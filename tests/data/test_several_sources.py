@@ -14,7 +14,7 @@ from pyarrow import parquet
 from lorafusion_jax.config.data_sources import as_written
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source
-from lorafusion_jax.config.schema import AdapterConfig, DataSettings
+from lorafusion_jax.config.schema import AdapterConfig, BatchSettings, DataSettings
 from lorafusion_jax.data import load_samples
 from lorafusion_jax.data.mix import Mix
 from lorafusion_jax.data.prepare import in_order, load_sources
@@ -183,7 +183,7 @@ def test_every_lost_row_is_counted_and_named_with_its_file(load_all, tmp_path):
     data = load_all(train=["a.jsonl", "b.jsonl"], on_long="drop", max_length=32)
     assert [report.too_long for report in data.train.report.files] == [(), (3,)]
     settings = DataSettings(train="a", on_long="drop", max_length=32)
-    (note,) = _notes_of_set("law", data.train, settings, 16)
+    (note,) = _notes_of_set("law", data.train, settings, BatchSettings(tile_tokens=16), 1024)
     assert note.startswith("law: b.jsonl: 1 of 4 rows (25.0 %) exceed 32 tokens and are left out: row 3")
 
 

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples
 from lorafusion_jax.data.sources import expand_source, open_source, parse_rows, read_rows, row_blocks
-from lorafusion_jax.errors import DataError
+from lorafusion_jax.errors import DataError, install_line
 
 ROWS = [{"prompt": 'a, "b"\nc', "completion": "é"}, {"prompt": "x\u2028y", "completion": "2"}]
 
@@ -245,7 +245,7 @@ def test_csv_with_a_header_that_cannot_be_read(tmp_path, text):
 
 def test_hub_set_without_the_extra_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # import fails, installed or not
-    assert fails("data.hub-extra", "hf:org/set", tmp_path).fix == 'pip install "lorafusion-jax[hf]"'
+    assert fails("data.hub-extra", "hf:org/set", tmp_path).fix == install_line("hf")
 
 
 @pytest.mark.parametrize(

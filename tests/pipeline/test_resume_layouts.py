@@ -242,6 +242,21 @@ def test_what_a_begun_run_cannot_change(planned, overrides, code, fix):
     assert fix in caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["batch.tile_tokens=64"], "batch.tile_tokens is {config.batch.tile_tokens} and would be 64"),
+        (["optim.lr=0.5"], "adapters.{name}.optim.lr is {config.adapters[0].optim.lr} and would be 0.5"),
+        (["seed=7"], "adapters.{name}.seed is {config.adapters[0].seed} and would be 7"),
+    ],
+)
+def test_a_setting_that_cannot_change_comes_with_both_values(planned, overrides, said):
+    config = planned[0]
+    with pytest.raises(ConfigError) as caught:
+        apply_resume_overrides(config, overrides)
+    assert said.format(config=config, name=config.adapters[0].name) in caught.value.where
+
+
 def test_layers_belong_to_their_number_of_stages(planned):
     config = apply_resume_overrides(planned[0], ["mesh.layers=[1, 4]"])
     assert config.mesh.layers == (1, 4)

@@ -16,7 +16,7 @@ import pytest
 
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, install_line
 from lorafusion_jax.report.events import AdapterEvaluated, PhaseBegun, RunStarted, SlotDone, StateSaved, StepTaken
 from lorafusion_jax.report.trackers import missing_packages, trackers
 from lorafusion_jax.report.trackers.series import scalars
@@ -90,7 +90,7 @@ def test_a_missing_package_is_an_error_with_the_command_that_installs_it(name, t
     with pytest.raises(ConfigError) as caught, trackers(job(**{name: ENABLED[name]}), tmp_path):
         pass
     assert caught.value.code == "report.missing-package"
-    assert f'pip install "lorafusion-jax[{name}]"' in str(caught.value)
+    assert install_line(name) in str(caught.value)
 
 
 def test_nothing_is_loaded_unless_asked_for(tmp_path, monkeypatch):

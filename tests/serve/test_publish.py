@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import fsspec
@@ -10,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from simulated_service import Service, wait_for
 from sqlalchemy import select
 
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, install_line
 from lorafusion_jax.serve.control import publish
 from lorafusion_jax.serve.store import tables as t
 from scheduling.online.policies.baselines import Packing
@@ -108,6 +109,6 @@ def test_digests_come_last(tmp_path, monkeypatch):
 
 
 def test_a_place_of_no_known_kind_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="lorafusion-jax\\[artifacts\\]") as problem:
+    with pytest.raises(ConfigError, match=re.escape(install_line("artifacts"))) as problem:
         publish.Publisher("cloud9://bucket", None)  # type: ignore[arg-type]
     assert problem.value.code == "serve.artifacts"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import threading
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +16,7 @@ from small_jobs import write_job, write_rows
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.serve import server
 from lorafusion_jax.serve.cli.jobs import job_of
 from lorafusion_jax.serve.cli.serve import read_places, read_sampler_places
 from lorafusion_jax.serve.client import Client, Job
@@ -210,3 +213,21 @@ def test_a_service_that_cannot_start_says_why(tmp_path, tiny_base, capsys, argum
     assert run(["serve", *given, "--home", str(tmp_path / "home")]) == 2
     assert f"error[{code}]" in capsys.readouterr().err
     assert not Path(tmp_path / "home" / "control.sock").exists()
+
+
+def test_the_demo_keeps_what_was_given(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(server, "run_server", lambda settings, **_: started.append(settings))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path / "new"))
+    monkeypatch.setattr(os, "umask", lambda mask: 0)
+    for options in ((), ("--home", str(tmp_path / "mine"), "--places", "32:3", "batch.capacity_tokens=256")):
+        assert run(["serve", "--demo", *options]) == 0
+    new, second = started
+    assert (new.home, new.places, new.batch) == (tmp_path / "new", {"16": 2, "64": 1}, {"capacity_tokens": 512})
+    assert (second.home, second.places, second.batch) == (tmp_path / "mine", {"32": 3}, {"capacity_tokens": 256})
+    assert new.base == second.base == {"dtype": "float32"}
+
+
+def test_the_demo_refuses_places_without_room_for_its_jobs(capsys):
+    assert run(["serve", "--demo", "--places", "16:4"]) == 2
+    assert "rank 32" in capsys.readouterr().err

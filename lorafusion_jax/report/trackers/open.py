@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.config.schema import JobConfig, ReportSettings
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, install_line
 from lorafusion_jax.report.console import errors_to, say
 from lorafusion_jax.report.events import AdapterEvent, Listener, RunEvent, RunStarted
 from lorafusion_jax.report.trackers.mlflow import Mlflow
@@ -88,7 +88,7 @@ class _Guarded:
 def missing_packages(settings: ReportSettings) -> list[str]:
     """Lists the trackers of a job whose package is not installed here; the machine that trains may have it."""
     return [
-        f"[report.missing-package] {_lacks(name)} here; pip install {_install(name)}"
+        f"[report.missing-package] {_lacks(name)} here; {install_line(name)}"
         for name, (module, _) in TRACKERS.items()
         if getattr(settings, name) not in (None, False) and find_spec(module) is None
     ]
@@ -98,13 +98,8 @@ def _package(name: str, module: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        fix = f"pip install {_install(name)}"
-        raise ConfigError("report.missing-package", f"{_lacks(name)}.", fix=fix) from None
+        raise ConfigError("report.missing-package", f"{_lacks(name)}.", fix=install_line(name)) from None
 
 
 def _lacks(name: str) -> str:
     return f"report.{name} needs a package that is not installed"
-
-
-def _install(name: str) -> str:
-    return f'"lorafusion-jax[{name}]"'

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.schema import SHARED
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, install_line
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.console import out
 from lorafusion_jax.serve.settings import ONE_SESSION, Settings
@@ -27,7 +27,8 @@ NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client")
 NEEDED_BY_API = ("google.protobuf", "zstandard")
 MOST_SAMPLER_PLACES = 256
 SECTIONS = ("base", "mesh", "batch", "train")
-DEMO = {"places": "16:2,64:1", "batch.capacity_tokens": 512, "base.dtype": "float32"}
+PLACES, DEMO_PLACES = "16:8,64:2", "16:2,64:1"
+DEMO = {"batch.capacity_tokens": 512, "base.dtype": "float32"}  # settings of its session
 
 
 SessionSettings = Annotated[
@@ -37,8 +38,16 @@ SessionSettings = Annotated[
     ),
 ]
 Bases = Annotated[list[str] | None, typer.Option(help="base model, FOLDER or NAME=FOLDER")]
-Home = Annotated[Path, typer.Option(help="folder of the database, data, jobs and adapters")]
-PlaceCounts = Annotated[str, typer.Option(help="places of a session, RANK:NUMBER,… or KIND:RANK:NUMBER")]
+Home = Annotated[
+    Path | None,
+    typer.Option(help="folder of the database, data, jobs and adapters [default: service; of --demo: a new one]"),
+]
+PlaceCounts = Annotated[
+    str | None,
+    typer.Option(
+        help=f"places of a session, RANK:NUMBER,… or KIND:RANK:NUMBER [default: {PLACES}; of --demo: {DEMO_PLACES}]"
+    ),
+]
 Policy = Annotated[
     str | None, typer.Option(help="who decides which jobs train together; default ours with several bases or GPUs")
 ]
@@ -90,8 +99,8 @@ Demo = Annotated[bool, typer.Option("--demo", help="a tiny base and three jobs o
 def command(
     settings: SessionSettings = None,
     base: Bases = None,
-    home: Home = Path("service"),
-    places: PlaceCounts = "16:8,64:2",
+    home: Home = None,
+    places: PlaceCounts = None,
     policy: Policy = None,
     gpus: Gpus = 1,
     memory_gib: GpuMemory = 140.0,
@@ -124,9 +133,11 @@ def command(
     os.umask(0o077)  # keys, data and adapters of all users are in the home
     options = dict(_setting(text) for text in settings or ())
     if demo:
-        home = Path(tempfile.mkdtemp(prefix="lorafusion-serve-"))
-        base, places = base or [f"tiny={examples_directory() / 'base'}"], DEMO["places"]
-        options = {key: value for key, value in DEMO.items() if "." in key} | options
+        home = home or Path(tempfile.mkdtemp(prefix="lorafusion-serve-"))
+        base, places = base or [f"tiny={examples_directory() / 'base'}"], places or DEMO_PLACES
+        _check_demo(places)
+        options = DEMO | options
+    home, places = home or Path("service"), places or PLACES
     sections = _sections(options)
     service_settings = Settings(
         home=home.absolute(), bases=_bases(base or []), places=read_places(places), hosts=read_hosts(hosts, ray),
@@ -148,6 +159,15 @@ def command(
         host_names=host_name or (),
         on_start=partial(_announce, service_settings, demo),
     )
+
+
+def _check_demo(places: str) -> None:
+    from lorafusion_jax.serve.demo import JOBS
+
+    needed = max(lora["rank"] for *_, lora, _ in JOBS)
+    if largest_rank(places) < needed:
+        message = f"--places {places} has no place for a job of --demo, an adapter of rank {needed}."
+        raise ConfigError("serve.places", message, fix=f"leave --places out, or --places {needed}:2")
 
 
 def _announce(settings: Settings, demo: bool, url: str) -> None:
@@ -225,9 +245,7 @@ def read_sampler_places(text: str, places: str) -> int:
     >>> read_sampler_places("32:8", "16:4,32:2")
     8
     """
-    layout = Places.of(read_places(places))
-    by_kind = zip(layout.kinds, layout.ranks, strict=True)
-    largest = max((rank for kind, rank in by_kind if kind == "lora"), default=0)
+    largest = largest_rank(places)
     rank, _, count = text.rpartition(":")
     if not (count.isdecimal() and 1 <= int(count) <= MOST_SAMPLER_PLACES and rank in ("", str(largest))):
         raise ConfigError(
@@ -237,6 +255,12 @@ def read_sampler_places(text: str, places: str) -> int:
             fix=f"--sampler-places {largest}:16",
         )
     return int(count)
+
+
+def largest_rank(places: str) -> int:
+    layout = Places.of(read_places(places))
+    by_kind = zip(layout.kinds, layout.ranks, strict=True)
+    return max((rank for kind, rank in by_kind if kind == "lora"), default=0)
 
 
 def read_hosts(hosts: int, ray: str | None) -> int:
@@ -275,7 +299,7 @@ def _check_installed(needed: Sequence[str]) -> None:
         raise ConfigError(
             "serve.missing",
             f"a service needs {', '.join(missing)}.",
-            fix='pip install "lorafusion-jax[serve]"',
+            fix=install_line("serve"),
         )
 
 

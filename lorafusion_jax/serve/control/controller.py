@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from sqlalchemy import select
 
 from lorafusion_jax.config.places import Places
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, install_line
 from lorafusion_jax.serve.control.child import Answer, Child
 from lorafusion_jax.serve.control.completions import Completions
 from lorafusion_jax.serve.control.daily_copy import DailyCopy
@@ -496,7 +496,7 @@ def make_launcher(settings: Settings, server: str) -> Launcher:
 
         return RayLauncher(settings.ray, settings.home, settings.gpus)
     except (ImportError, ConnectionError, RuntimeError, ValueError) as problem:
-        fix = 'pip install "lorafusion-jax[ray]", and ray start --head on one node'
+        fix = f"{install_line('ray')}, and ray start --head on one node"
         message = f"the Ray cluster {settings.ray} cannot be used."
         raise ConfigError("serve.ray", message, why=str(problem).splitlines()[0], fix=fix) from None
 

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import select
 
 from lorafusion_jax.digests import FILE as DIGESTS
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, install_line
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import Database, StoreError
 from lorafusion_jax.serve.watched import start_watched
@@ -111,6 +111,6 @@ def _file_system(url: str) -> tuple[Any, str]:
     try:
         return import_module("fsspec.core").url_to_fs(url)
     except (ImportError, ValueError) as problem:
-        fix = 'pip install "lorafusion-jax[artifacts]" and the package of the store, such as s3fs or gcsfs'
+        fix = f"{install_line('artifacts')} and the package of the store, such as s3fs or gcsfs"
         message = f"--artifacts {url} is no place of a known kind."
         raise ConfigError("serve.artifacts", message, why=str(problem).splitlines()[0], fix=fix) from None
