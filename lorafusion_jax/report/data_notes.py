@@ -105,7 +105,7 @@ def _suggest_length(uncut: Sequence[int], limit: int, batch: BatchSettings, posi
     longer = {length: reason for length, reason in lengths.items() if length > limit}
     if not longer:
         return ""
-    capacity = ", with batch.capacity_tokens as large at least" if max(longer) > batch.capacity_tokens else ""
+    capacity = ", with batch.capacity_tokens as large at least" if max(longer) > max(batch.sizes) else ""
     return "raise data.max_length " + ", ".join(f"to {length} {reason}" for length, reason in longer.items()) + capacity
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
+from lorafusion_jax.report import page
 from lorafusion_jax.report.page.collect import read_curves, thin
 from lorafusion_jax.report.ranking import Measure
 from lorafusion_jax.report.recorder import encode_row
+from scheduling.plots import svg
 
 
 def write_metrics(folder, rows):
@@ -57,3 +61,13 @@ def test_a_long_curve_keeps_its_mean_and_its_end(count):
         area = sum(value for _, value in points) / count
         assert sum(value for _, value in drawn) / len(drawn) == pytest.approx(area, abs=0.02)
     assert json.dumps(drawn)
+
+
+def test_the_timeline_has_no_colour_of_its_own_for_paper_or_ink():
+    """All but the colours of adapters follow the page into the dark."""
+    rules = (Path(page.__file__).parent / "report.css").read_text()
+    fills = set(re.findall(r'<(?!text)\w+ [^>]*fill="(#\w+)"', Path(svg.__file__).read_text()))
+    assert "#ffffff" in fills
+    assert {fill for fill in fills if f'.timeline [fill="{fill}"]' not in rules} == set()
+    assert ".timeline text { fill: var(" in rules
+    assert "background: #" not in rules
