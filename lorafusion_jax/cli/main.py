@@ -43,7 +43,7 @@ def group_of(paths: dict[str, str]) -> type[TyperGroup]:
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             command = super().get_command(ctx, cmd_name)
             if command is not None and cmd_name in paths:
-                command.help = documentation(paths[cmd_name])
+                command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", documentation(paths[cmd_name]))  # a screen wraps itself
             return command
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -53,10 +53,24 @@ def group_of(paths: dict[str, str]) -> type[TyperGroup]:
     return Commands
 
 
+PANELS = {
+    name: panel
+    for panel, names in {
+        "Start": "demo init check plan data doctor",
+        "Train": "train resume status timeline report verify",
+        "While a run trains": "cancel pause continue finish weight extend add",
+        "Use adapters": "generate chat export handover combine",
+        "Service": "serve jobs keys backup",
+        "Measure": "profile tune simulate",
+    }.items()
+    for name in names.split()
+}
+
+
 def add_names(app: typer.Typer, paths: dict[str, str]) -> None:
     """Adds commands to an application whose class is `group_of(paths)`."""
     for name in paths:
-        app.command(name)(_unknown)
+        app.command(name, rich_help_panel=PANELS.get(name))(_unknown)
 
 
 def _unknown() -> None:

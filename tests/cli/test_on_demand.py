@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lorafusion_jax.cli.main import COMMANDS, documentation, imported, run
+from lorafusion_jax.cli.main import COMMANDS, PANELS, documentation, imported, run
 
 DEAR = (
     "lorafusion_jax.config.schema",
@@ -51,3 +51,7 @@ def test_a_group_shows_its_commands(capsys):
 def test_a_wrong_name_is_answered_with_the_right_one(capsys):
     assert run(["pasue"]) == 2
     assert "Did you mean 'pause'?" in capsys.readouterr().err
+
+
+def test_every_command_is_in_a_panel():
+    assert set(PANELS) >= set(COMMANDS)
