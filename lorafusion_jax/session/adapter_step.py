@@ -43,6 +43,7 @@ def close_batch(
     """See `AdapterPrograms.close_batch`. Squares of `twins` are counted by `join_twins`."""
     index = adapter.index
     adapter_sums = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
+    # Each device has summed by itself; gradients are exchanged here, once per global batch.
     gradient = {name: leaf.sum(0) for name, leaf in adapter_sums.items()}
     finite = _finite_leaves(gradient)
     square_sums = [jnp.sum(jnp.square(gradient[name])) for name in sorted(gradient) if name not in twins]
@@ -51,6 +52,7 @@ def close_batch(
     loss = mine.pop("loss", jnp.zeros(()))
     summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)
     zero_totals = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
+    # Only this adapter's part is cleared: other adapters may be in the middle of their batches.
     zeros = jax.tree.map(jnp.zeros_like, adapter_sums)
     return gradient, summary, finite, lv.put(sums, columns, adapter.first, zeros, lead=lv.SUMS), zero_totals
 
@@ -68,6 +70,7 @@ def step(
 ):  # fmt: skip
     """See `AdapterPrograms.step`."""
     healthy = alive[adapter.index]
+    # Every stage has the summaries of all, so all decide alike here without asking one another.
     for summary in summaries:
         healthy &= (summary.finite == 1) & jnp.isfinite(summary.loss)
     if optim.clip > 0:  # by the norm over all stages; an infinite norm would make every gradient zero
@@ -79,7 +82,9 @@ def step(
     moved = optax.apply_updates(weights, changes)
     finite = jnp.append(_finite_leaves(moved), _all_finite(stepped))
     healthy &= jnp.all(finite)
+    # Selected, so that a refused step leaves every bit as it was, also where the new value is NaN.
     moved, stepped = jax.tree.map(partial(jnp.where, healthy), (moved, stepped), (weights, optimizer))
+    # With one stage no other can refuse the step, so nothing is ever put back.
     before = weights if len(summaries) > 1 else None
     return lv.put(lora, columns, adapter.first, moved), stepped, alive.at[adapter.index].set(healthy), finite, before
 

@@ -31,6 +31,7 @@ class InParts:
 
     def read(self) -> np.ndarray:
         """Reads its parts in turn, so that they share pinned memory."""
+        # With a bound of one byte, each part is a group of its own.
         return read_together([self], most=1)[0]
 
 
@@ -44,6 +45,7 @@ def read_together(arrays: Sequence[InParts], *, most: int = GROUP) -> list[np.nd
     group: list[tuple[jax.Array, np.ndarray, Any]] = []
     for array, target in zip(arrays, targets, strict=True):
         count = len(array.parts)
+        # Views of the target, cut as `jnp.array_split` cuts the device's array.
         pieces = np.array_split(target, count, array.axis) if count > 1 else [target]
         for part, piece in zip(array.parts, pieces, strict=True):
             for shard in (shard for shard in part.addressable_shards if shard.replica_id == 0):
@@ -56,12 +58,14 @@ def read_together(arrays: Sequence[InParts], *, most: int = GROUP) -> list[np.nd
 
 
 def _transfer(group: Sequence[tuple[jax.Array, np.ndarray, Any]]) -> None:
+    # The list starts all transfers of the group before the first one is waited for.
     for data, (_, target, index) in zip([_pinned(data) for data, _, _ in group], group, strict=True):
         target[index] = np.asarray(data)
 
 
 def find_cuts(shape: Sequence[int], shard_shape: Sequence[int], item: int) -> tuple[int, int]:
     """Returns along which axis, and into how many parts, an array is cut: the longest that each device has whole."""
+    # Parts of an axis that is split over devices would have to move between them.
     unsplit = [axis for axis in range(len(shape)) if shard_shape[axis] == shape[axis]]
     if not unsplit:
         return 0, 1
@@ -71,6 +75,7 @@ def find_cuts(shape: Sequence[int], shard_shape: Sequence[int], item: int) -> tu
 
 def cut(leaf: jax.Array, axis: int, count: int) -> list[jax.Array]:
     """Copies an array, as parts."""
+    # A copy also of an array in one part: training may donate the original before it is read.
     return jnp.array_split(leaf, count, axis) if count > 1 else [jnp.copy(leaf)]
 
 

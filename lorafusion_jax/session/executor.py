@@ -56,6 +56,7 @@ AHEAD = 1  # slots queued beyond those in the pipeline: devices need not wait fo
 type BeforeStep = Callable[[str, list[Future[ClosedBatch]]], list[Future[ClosedBatch]]]
 
 
+# A copy of one number: the arrays themselves may be donated while the spans still wait for them.
 @jax.jit
 def _first_number(array: Array) -> Array:
     return array[(..., *[0] * array.ndim)]
@@ -196,6 +197,7 @@ class Executor:
             slot: slot of the plan.
             rows: [replicas of this process, ...].
         """
+        # Before the rows go to the devices: those of a slot that cannot run yet would only take memory there.
         while len(self._issued) > AHEAD:
             self._wait_oldest()
         batches, rows = {}, self.describe(rows)
@@ -216,10 +218,12 @@ class Executor:
         """
         if self._failure is not None:
             with self.blaming(None, None):
+                # By `blaming`, so that whoever issues next gets the error of the event that failed.
                 raise self._failure
         flight = self._in_flight[event.slot]
         flight.adapters = adapters
         target = event.stage + (1 if event.kind == "forward" else -1)
+        # Drawn here, in the order of events, which all processes share; their stages' threads have no common order.
         link = self.links.link(event.stage, target) if 0 <= target < len(self.stages) else None
         input_future = flight.inputs.pop((event.kind, event.stage), None)
         work: Callable[[], Carried] | None = None
@@ -227,15 +231,18 @@ class Executor:
             run = self._forward if event.kind == "forward" else self._backward
             work = partial(run, event, flight, input_future, link)
         elif link is not None:
+            # Another process runs this event, and a stage of ours needs the result; otherwise there is no link.
             work = partial(receive_activations, self.stages[target], flight.rows, link)
         if work is not None:
             result_future = self._submit(event.stage, event.slot, adapters, work)
             if link is not None:
                 flight.inputs[event.kind, target] = result_future
             if event.kind == "backward" and event.stage in self.local_stages:
+                # Replaced by each lower stage: backward passes go down, so the last one issued here ends last.
                 flight.done = result_future
             if event.kind == "forward" and event.stage == len(self.stages) - 1 and event.stage in self.local_stages:
                 flight.output = result_future
+        # The last event of a slot, in processes without the first stage, too: they all walk the same events.
         if event.kind == "backward" and not event.stage:
             self._issued.append(event.slot)
 
@@ -252,6 +259,7 @@ class Executor:
             def run() -> ClosedBatch:
                 with self._record_event(event) as record:
                     summary, finite = stage.close_batch(number)
+                    # Not the gradient sums: the next backward pass may donate them before the spans have waited.
                     record(summary.squares)
                 return ClosedBatch(event.stage, summary, finite)
 
@@ -284,10 +292,12 @@ class Executor:
             summaries = [transfer(closed.summary.without_metrics, stage.mesh) for closed in in_order(closed_batches)]
             with self._record_event(Event("update", index, batch.slot, (adapter,)), stepping=True) as record:
                 stepped = stage.step(number, summaries, numbers)
+                # Not the weights: the next step may donate them before the spans have waited.
                 record(stepped.alive)
             announcement.send((stepped.alive, stepped.finite))
             return stepped
 
+        # Announcements are drawn here, not on the stages' threads: all processes must draw them in the same order.
         stepped = [
             submit(index, partial(run, index, self.links.announcement(index))) for index in range(len(self.stages))
         ]
@@ -341,6 +351,7 @@ class Executor:
             if not isinstance(problem, FailedEvent) and not is_of_devices(problem):
                 raise
             for lane in set(self._lanes):
+                # No thread may still run events when the spans are asked which one failed first.
                 lane.shutdown(wait=True, cancel_futures=True)
             if isinstance(problem, FailedEvent):
                 stage, slot, adapters = problem.stage, problem.slot, problem.adapters
@@ -452,6 +463,7 @@ class Executor:
             try:
                 return work()
             except Exception as problem:  # an error of jax or a bug; either way later work cannot run
+                # Stages may fail at the same time on their threads, and all must report the same failure.
                 with self._failing:
                     self._failure = self._failure or FailedEvent(problem, stage, slot, adapters)
                 raise self._failure from problem

@@ -41,6 +41,7 @@ def grow_stages(
     lora = starting_weights(more[0].parts.leaves, list(specs.values()), starts)
     for stage in local_stages(more).values():
         stage.start(lora)
+    # The states of new adapters are those that `start` gave them; old ones get theirs back.
     load_states(more, _states(more, links) | states)
     return more
 

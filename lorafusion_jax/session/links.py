@@ -84,6 +84,7 @@ class Announcement:
 
     def send(self, arrays: Any) -> Any:
         """Sends the arrays, and returns them."""
+        # Empty arrays are not sent: `receive` makes its own.
         leaves = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(arrays) if leaf.size]
         for ticket in self.sending:
             assert self.wire is not None
@@ -122,6 +123,7 @@ class Links:
         if not self.apart:
             return
         mine = meshes[self.local[0]]
+        # Any of its replicas will do: the processes of a row hold the same ones.
         replica = mine.local_replicas[0]
         self._holders = [mesh.processes[replica] for mesh in meshes]  # of each stage, in this row
         self._others = sorted({*self._holders} - {jax.process_index()})
@@ -173,8 +175,10 @@ class Links:
         wire = self._host_wire
         assert wire is not None
         leaves = {stage: _flat(tree) for stage, tree in trees.items()}
+        # Sizes go first: whoever pulls arrays must know their shapes.
         shapes = self.by_stage({stage: _described(flat) for stage, flat in leaves.items()})
         tickets = {stage: [wire.ticket_to(process) for process in self._others] for stage in self.local}
+        # All is offered before anything is awaited, so that processes cannot wait for one another.
         for stage, flat in leaves.items():
             arrays = [jax.device_put(_as_bytes(leaf), _host_device()) for leaf in flat.values() if np.size(leaf)]
             for ticket in tickets[stage]:
@@ -196,6 +200,7 @@ class Links:
         if not self.apart:
             return [values[stage] for stage in range(len(self._meshes))]
         answers = [json.loads(answer) for answer in answers_of_all(json.dumps(dict(values)))]
+        # JSON has made the stages' numbers text.
         return [answers[process][str(stage)] for stage, process in enumerate(self._holders)]
 
 

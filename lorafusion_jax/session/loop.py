@@ -37,6 +37,7 @@ def prefetch[In, Out](make: Callable[[In], Out], items: Iterable[In], depth: int
     def offer(value) -> None:
         while not stop.is_set():
             try:
+                # Not without a limit: once the consumer has stopped, nothing empties a full queue.
                 ready.put(value, timeout=0.1)
                 return
             except queue.Full:
@@ -50,6 +51,7 @@ def prefetch[In, Out](make: Callable[[In], Out], items: Iterable[In], depth: int
                 offer((make(item), None))
             offer((None, StopIteration()))
         except BaseException as problem:
+            # Whatever it is: the consumer would wait forever for the next item of a thread that has ended.
             offer((None, problem))
 
     thread = threading.Thread(target=work, name="assemble", daemon=True)
@@ -116,6 +118,7 @@ class Loop:
         try:
             for event in events:
                 slot = event.slot
+                # Slots in flight still get all their events; only those from the pause on are left for later.
                 if (later and slot >= later[0].slot) or (_enters(event) and hooks.must_pause(slot)):
                     later.append(event)
                     continue
@@ -130,11 +133,13 @@ class Loop:
                         if executor.close_batch(event, name):  # 3. the batch ends
                             steps.issue(name, slot)  # 4. its step
                     continue
+                # Taken for skipped slots, too: microbatches come in the order of slots.
                 rows = next(microbatches) if _enters(event) else None
                 if failed.issuperset(names):
                     continue
                 if rows is not None:
                     executor.admit(slot, mask_adapters(rows, [self._index[name] for name in failed]))
+                    # `admit` has waited until these slots were done, so reading their results costs no further wait.
                     self.report(executor.completed_slots())  # 5. results of earlier slots
                 executor.issue(event, names)  # 2. forward and backward
         finally:

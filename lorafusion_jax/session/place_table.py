@@ -41,6 +41,7 @@ class PlaceTable:
 
     def rows(self, adapters: np.ndarray) -> AdapterRows:
         """Returns the rows of a microbatch's adapters [P], -1 in unused places."""
+        # Unused places read the values of place 0, but their windows have no columns.
         number = np.maximum(adapters, 0)
         return AdapterRows(
             np.where(adapters >= 0, self._windows[:, :, number], 0).astype(np.int32),
@@ -49,5 +50,6 @@ class PlaceTable:
             self._rate[number],
             self._key[number],
             self._ratio[..., number],
+            # A copy, as indexing makes of the others: `assign` may change the table while this microbatch waits.
             self._objective.copy(),
         )

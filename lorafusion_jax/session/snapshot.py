@@ -101,6 +101,7 @@ class Snapshots:
         return not any_process(any(size > free for size, free in zip(copy_bytes, self._free, strict=True)))
 
     def _copy_stage(self, stage: Stage) -> Stage:
+        # Shallow: `gather` reads the layout of the stage, with copies in place of the arrays that change.
         view = copy.copy(stage)
         of_all, *optimizers = [self._copy(arrays) for arrays in _copied_together(stage)]
         for name, tree in of_all.items():
@@ -126,6 +127,7 @@ class Snapshots:
                 return structure.unflatten([cut(leaf, axis, count) for leaf, (axis, count) in pairs])
 
             program = jax.jit(copies, out_shardings=structure.unflatten(places))
+            # Compiled without a run, so that `compile` needs no memory for copies.
             self._programs[key] = program.lower(arrays).compile()
         return self._programs[key]
 

@@ -48,14 +48,17 @@ class Stage(StageState):
         xs: list[Carried] = []
         residuals: list[Any] = []
         for block, position in zip(self.blocks, self.positions, strict=True):
+            # Apart from the residuals, which leave out what is an input of the block.
             xs.append(hidden)
             passed_on, block_residuals = programs.layers.forward(block, self.all_leaves, position, hidden, inputs)
+            # Of keys that later layers read, a block returns only its own; those of earlier blocks are added again.
             hidden = joined(passed_on, hidden)
             residuals.append(block_residuals)
         rows = (batch.tokens, batch.row_adapter) if lv.EMBED_ROWS in self.lora else None
         if weights.head is None:
             self._in_flight[slot] = InFlight(inputs, xs, residuals, None, rows)
             return hidden
+        # Loss and gradient in one program, so that no logits are kept for the backward pass.
         dy, losses, self.totals, sums, logprobs = programs.ends.head(
             weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves), self.totals, of_heads(self.sums)
         )
@@ -88,6 +91,7 @@ class Stage(StageState):
         assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
         del loss_gradient  # donated below
         for block, position in zip(reversed(self.blocks), reversed(self.positions), strict=True):
+            # Popped, so that a block's arrays are freed after its own pass and not after that of all blocks.
             x = xs.pop()
             backward = self.programs.layers.backward_of(x, gradient)
             gradient, self.sums = backward(
@@ -128,6 +132,7 @@ class Stage(StageState):
         """
         total, counted = self.programs.adapters.join_twins(embed, head, summary)
         gradient = self._gradients[index]
+        # Embedding and head step their own copies of the rows: with the same gradient these stay equal.
         self._gradients[index] = gradient | dict.fromkeys(self.programs.columns.twins & gradient.keys(), total)
         return counted if self.weights.embed is not None else summary
 
@@ -158,6 +163,7 @@ class Stage(StageState):
             numbers,
         )
         self._prepared.mark(index)
+        # `state` is still valid: with several stages the program does not donate the optimizer state.
         return Stepped(self.alive, finite, None if previous is None else (previous, state))
 
     def put_back(self, index: int, before: tuple[Leaves, Any]) -> None:

@@ -82,6 +82,7 @@ class StageState:
         self.settings, self._specs = list(adapters), list(parts.specs)
         self._groups = _groups(weights.extent.pieces, block)
         firsts = [weights.extent.pieces[group[0]].layer for group in self._groups]
+        # Arguments of the programs, not constants in them: so equal stages have equal programs.
         self.positions = [replicate(Position.of(weights.extent, first), mesh) for first in firsts]
         trained = self.programs.columns.trained
         self.own_columns = [lv.own_columns(trained, index, spec) for index, spec in enumerate(parts.specs)]
@@ -154,6 +155,7 @@ class StageState:
         rows, devices = self.mesh.by_device, self.mesh.mesh.size
         shapes = {name: (devices, *leaf.shape) for name, leaf in self.lora.items()}
 
+        # A program creates them in their layout: the host never holds the sums of all devices together.
         def zeros():
             return {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
 
@@ -202,6 +204,7 @@ class StageState:
     def start_from_base(self, index: int) -> None:
         """Sets an adapter's initial values that depend on the frozen kernels. Waits for them."""
         spec = self._specs[index]
+        # Copies, because host views of device arrays are read-only, and layers are written below.
         leaves = {name: np.array(to_host(leaf)) for name, leaf in self.adapter(index).items()}
         shared = {name.removeprefix(lv.SHARED): leaf[0] for name, leaf in leaves.items() if name.startswith(lv.SHARED)}
         starts = adapter_kind(spec.kind).start is not None
@@ -263,6 +266,7 @@ class StageState:
             for name in self.leaf_names(index)
         }
         zeros = np.zeros(devices, np.float32)
+        # Totals have a row per replica, and `tensor` devices in a row are one replica.
         rows = {name: lv.spread_rows(totals.get(name, zeros), devices)[:: mesh.tensor] for name in self.totals or {}}
         stage_totals = to_stage({name: total[np.asarray(mesh.local_replicas)] for name, total in rows.items()}, mesh)
         self.sums, self.totals = self.programs.adapters.put_sums(
@@ -274,6 +278,7 @@ class StageState:
         columns = self.programs.columns.trained | self.programs.columns.constants
         adapter, spec = self.places[index], self._specs[index]
         if self.constants:
+            # `places` covers the trained leaves only.
             adapter = replicate(lv.place_of(columns, index, spec), self.mesh)
         return lv.own_columns(columns, index, spec), adapter
 
@@ -302,6 +307,7 @@ class StageState:
         trained = replicate(
             {name: leaf for name, leaf in leaves.items() if name in self.programs.columns.trained}, self.mesh
         )
+        # A batch that was closed but not stepped belongs to the weights that are replaced.
         self._gradients.pop(index, None)
         self.lora, self.sums, self.totals, self.alive = self.programs.adapters.write(
             self.own_columns[index], adapter, self.lora, self.sums, self.totals, self.alive, trained
@@ -314,6 +320,7 @@ class StageState:
             self.optimizers[spec.name] = first
         else:
             init = partial(self.programs.adapters.init_optimizer, self.own_columns[index], optim)
+            # Only the structure is needed, as the arrays are given: nothing compiles or runs.
             shapes = jax.eval_shape(init, adapter, self.lora)
             self.optimizers[spec.name] = replicate(self.part_of_state(shapes, optimizer), self.mesh)
 
@@ -323,6 +330,7 @@ class StageState:
         def fill(path: tuple, before: Any) -> np.ndarray:
             name = lv.path_text(path)
             array, leaf = np.asarray(arrays[name]), lv.leaf_of(name)
+            # Step counts are scalars that belong to no layer.
             return array if leaf is None or not before.ndim else array[self.layers_of(leaf)]
 
         return jax.tree_util.tree_map_with_path(fill, state)
@@ -354,6 +362,7 @@ class StageState:
         kinds: dict[tuple, list[int]] = {}
         for index, settings in enumerate(self.settings):
             optim = settings.optim
+            # Whether it clips, not at what norm: that is an argument of the program, as the learning rate is.
             kind = (self.own_columns[index], optim.name, optim.clip > 0, *optim.lr_ratios)
             kinds.setdefault(kind, []).append(index)
         return kinds

@@ -39,10 +39,12 @@ class Turns:
         for cursor, owner in zip(cursors, owners, strict=True):
             groups.setdefault(owner, []).append(cursor)
         if set(groups) <= {JOBS}:
+            # Without clients there is nothing to share: what jobs receive alone must not count against them later.
             self._served.clear()
             self._weights.clear()
             return list(cursors), tail
         least = min((self._served[owner] for owner in groups if owner in self._served), default=0.0)
+        # An owner who was away catches up by CREDIT slots at most, not by all that it left to others.
         served_by_owner = {owner: max(self._served.get(owner, -inf), least - CREDIT) for owner in groups}
         self._served = {
             owner: slots for owner, slots in self._served.items() if slots > least - CREDIT
@@ -50,10 +52,12 @@ class Turns:
         first, served, weights = min(served_by_owner.values()), dict[str, float](), dict[str, float]()
         for owner, group in groups.items():
             total = sum(cursor.job.weight for cursor in group)
+            # The mean of its adapters: an owner gets no larger share by starting more of them.
             self._weights[owner] = self.jobs_share if owner == JOBS else total / len(group)
             ahead = {cursor.job.name: tail.served.get(cursor.job.name, 0.0) for cursor in group}
             for cursor in group:
                 name = cursor.job.name
+                # Between owners their turns decide; among adapters of one owner, what each has received.
                 served[name] = served_by_owner[owner] - first + ahead[name] - min(ahead.values())
                 weights[name] = self._weights[owner] * cursor.job.weight / total
         weighed = [replace(cursor, job=replace(cursor.job, weight=weights[cursor.job.name])) for cursor in cursors]

@@ -33,6 +33,7 @@ class WindowPlanner:
         self._pause: Callable[[], bool] = lambda: False
         self._enter: Callable[[int], None] = lambda slot: None
         self._calls = CallRunner(session, self._turns)
+        # `_enter` is looked up at each call, because every window sets its own.
         session.loop.hooks = SlotHooks(
             must_pause=self._must_pause, on_entry=lambda slot: self._enter(slot), on_done=self._calls.finish
         )
@@ -83,6 +84,7 @@ class WindowPlanner:
             return 0
         tasks = dict(session.tasks)
         before = {name: task.cursor for name, task in tasks.items() if task.cursor is not None}
+        # A client's batch ends where it asks for an optimizer step, not where its rows of this window end.
         closed = [end for end in window.ends if tasks[end[1]].source.closes(end[2])]
         cursors = [before[cursor.job.name] for cursor in window.cursors]  # with their own weights
         owners = self._owners(cursors)
@@ -95,6 +97,7 @@ class WindowPlanner:
         )
         end = later[0].slot - first if later else len(slots)
         self._turns.note(slots[:end], cursors, owners, self._tail)
+        # The window's own end holds only if all of it ran, and with no weights of `Turns` in its cursors.
         if end < len(slots) or set(owners) != {JOBS}:
             window = advance(cursors, self._tail, slots[:end])
         self._tail, self.slot = window.tail, self.slot + end
@@ -104,5 +107,6 @@ class WindowPlanner:
 
     def _must_pause(self, slot: int) -> bool:
         """Whether a window ends before a slot. Its first slot is always run."""
+        # Before the first slot, too: adapters that prepare advance by a microbatch before every slot.
         ready = self.session.references.step()
         return slot > self.slot and (ready or self._calls.has_news or self._pause())
