@@ -44,6 +44,7 @@ def down_all(x_TK: Float[Array, "T K"], as_: Sequence[Float[Array, "K _"]]) -> t
         raise NotImplementedError(f"down_all by Triton {reason}")
     (T, K), columns = x_TK.shape, [a.shape[1] // TILE for a in as_]
     programs, parts = T // TILE * sum(columns), 1
+    # Until there are two programs for each SM; a split leaves each part two steps or more.
     while parts < MOST_PARTS and programs * parts < 2 * num_sms() and K % (4 * parts * TILE) == 0:
         parts *= 2
     steps = K // TILE // parts
@@ -51,6 +52,7 @@ def down_all(x_TK: Float[Array, "T K"], as_: Sequence[Float[Array, "K _"]]) -> t
     def kernel(x_ref, *refs):
         row, tile, part = (pl.program_id(axis) for axis in range(3))
         rows, first = pl.ds(row * TILE, TILE), 0
+        # The arrays of A lie apart and no index selects one, so a program takes the branch of its column tile.
         for a_ref, out_ref, count in zip(refs[: len(as_)], refs[len(as_) :], columns, strict=True):
 
             @pl.when((tile >= first) & (tile < first + count))
@@ -61,6 +63,7 @@ def down_all(x_TK: Float[Array, "T K"], as_: Sequence[Float[Array, "K _"]]) -> t
                     features = pl.ds((part * steps + number) * TILE, TILE)
                     return total + dot(x_ref[rows, features], a_ref[features, at])
 
+                # Every part has its own place: sums in one place would depend on the order in which programs end.
                 out_ref[part, rows, at] = lax.fori_loop(0, steps, step, jnp.zeros((TILE, TILE), jnp.float32))
 
             first += count

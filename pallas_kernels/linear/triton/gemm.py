@@ -91,6 +91,7 @@ def gemm(
 
     def kernel(lhs_ref, rhs_ref, low_ref, bank_ref, adapter_ref, *rest):
         rest = list(rest)
+        # From the end: the result, then the bias, the last optional operand. Keep bits remain.
         out_ref = rest.pop()
         bias_ref = rest.pop() if bias is not None else None
         block_row, block_col = _snake(pl.program_id(0), num_m, num_n, config.group_m)
@@ -117,6 +118,7 @@ def gemm(
             return acc + dot(lhs_tile, rhs_ref[pl.ds(i * depth, depth), pl.ds(col0, columns)])
 
         acc = lax.fori_loop(0, lhs.shape[1] // depth, step, acc)
+        # The only rounding: both products and the bias are summed in float32.
         out_ref[pl.ds(row0, rows), pl.ds(col0, columns)] = acc.astype(out_ref.dtype)
 
     optional = [array for array in (bits, bias) if array is not None]
@@ -137,6 +139,7 @@ def _snake(program, num_m: int, num_n: int, group_m: int):
     """Walks the output in bands of `group_m` row blocks, so that neighbours in time share operands in L2."""
     per_band = group_m * num_n
     first = program // per_band * group_m
+    # The last band may have fewer row blocks than the others.
     height = jnp.minimum(num_m - first, group_m)
     inside = lax.rem(program, per_band)
     return first + lax.rem(inside, height), inside // height
