@@ -86,6 +86,7 @@ def gradients_of_rounded(
     ops = prepared.ops
     das, low, ds = hopper.input_gradient_pass(prepared, ds_partials, bits) if ops.with_lora else ({}, None, None)
     configs = [_sum_config(prepared, i, ds) for i in range(len(dys))]
+    # All or none: each of our products adds the sum of those before it.
     if all(configs):
         return das, _own_sum(prepared, dys, low, ds, configs)
     # cuBLAS adds nothing to its products: the pass that scales the first one adds the low-rank part, and the sum over
@@ -190,11 +191,13 @@ def _own_sum(
 ) -> jax.Array:
     """dx by our own products: the first one adds the low-rank part, each other one what is there."""
     dx = low  # of the input pass, where the low-rank part is not inside the first product
+    # A product takes a low-rank part or an addend, not both, and only the first one has no sum to add.
     for i, ((dy8, scales_T1), config) in enumerate(zip(dys, configs, strict=True)):
         inside = None
         if i == 0 and ds is not None:
             inside = LowRank(
                 s=(ds.astype(jnp.float32) * (1 / scales_T1)).astype(ds.dtype),
+                # Not divided as `_own_product` does: the scales of W went into dY, and columns of dx have none.
                 bank=prepared.transposed_bank_a(),
                 block_adapter=prepared.block_adapter(config.tile_m),
             )
@@ -216,6 +219,7 @@ def _config(prepared: Prepared, i: int, rank: int, *, transposed: bool = False) 
 
     An element is half as wide as in products of bfloat16, so twice as many take the same place.
     """
+    # The kernel stores bfloat16 only.
     if not OWN_PRODUCTS or prepared.ops.x.dtype != jnp.bfloat16:
         return None
     depth, columns = prepared.ops.ws[i].shape[:: -1 if transposed else 1]

@@ -81,6 +81,7 @@ def measured_gemm(
     """Returns y, and the largest |y| of every row as it is before it is rounded; NaN counts as nothing."""
     operands = (lhs, rhs, row_scales, column_scales, None, None)
     y, largest = _run(*operands, config=config, num_sms=num_sms, measured=True)
+    # A row for each column tile: blocks need not agree on one maximum while they run.
     return y, largest.max(0)
 
 
@@ -113,6 +114,7 @@ def _run(lhs, rhs, row_scales, column_scales, low: LowRank | None, addend, *, co
         out_type=out_type if measured else out_type[:1],
         grid=(num_sms,),
         grid_names=("sm",),
+        # Two warpgroups compute, and a third one copies.
         num_threads=3,
         thread_name="wg",
         kernel_name="fp8_product" if addend is None else "fp8_product_add",
@@ -171,6 +173,7 @@ def _walk(static: _Static, refs: _Refs) -> None:
     config, rank = static.config, static.rank
     pipeline = functools.partial(_pipeline, config, static.steps)
     height, width = min(config.store_m, config.tile_m), min(config.store_n, config.tile_n)
+    # An addend arrives as a whole tile in the place from which the result leaves; otherwise chunks take turns.
     slots = (config.tile_m, config.tile_n) if refs.addend is not None else (2, height, width)
     scopes = {"out_smem": plgpu.SMEM((2, *slots), OUT, transforms=transforms(width, OUT))}
     if refs.addend is not None:
@@ -180,6 +183,7 @@ def _walk(static: _Static, refs: _Refs) -> None:
         scopes["low_smem"] = plgpu.SMEM((2, config.tile_m, rank), OUT, transforms=layout)
         scopes["bank_smem"] = plgpu.SMEM((2, rank, config.tile_n), OUT, transforms=layout)
         scopes["low_barrier"] = plgpu.Barrier(num_arrivals=2, num_barriers=2)
+    # Allocated here, once: the pipeline is made anew for every output tile.
     scopes["buffers"] = pipeline(_nothing, _nothing).get_allocations(refs.lhs, refs.rhs)
 
     @functools.partial(pl.run_scoped, collective_axes="wg", **scopes)
@@ -188,6 +192,7 @@ def _walk(static: _Static, refs: _Refs) -> None:
 
         @plgpu.nd_loop((static.grid[0] * static.grid[1],), collective_axes="sm")
         def _(info):
+            # Blocks work on neighbouring tiles at the same time, which share operands in L2.
             block = plgpu.planar_snake(info.index[0], static.grid, 1 if config.along_n else 0, config.band)
             _multiply_tile(static, refs, tiles, warpgroup, pipeline, buffers, *block)
 
@@ -213,6 +218,7 @@ def _multiply_tile(
         """What a compute warpgroup does around the steps of the pipeline, which are `run`."""
         # These copies are awaited after the last step: they run during the whole product.
         if static.rank:
+            # Both places are free: the low-rank product of the previous tile was awaited.
             barrier, adapter = scratch.low_barrier.at[warpgroup], refs.adapter[lax.div(row0, config.tile_m)]
             source = refs.low.at[rows, pl.ds(static.offset, static.rank)]
             plgpu.copy_gmem_to_smem(source, scratch.low_smem.at[warpgroup], barrier)
@@ -287,6 +293,7 @@ def _add_and_store(
 
 def _scaled(config: GemmConfig, refs: _Refs, acc: Any, row0: Any, col0: Any, width: int) -> Iterator[Any]:
     """The tile times its scales, `width` columns at a time."""
+    # Not optimized: a thread reads scattered words here, no 128-byte lines.
     row_scales = plgpu.load(refs.row.at[pl.ds(row0, config.tile_m)], layout=BY_ROW, optimized=False)
     by_row = lax.broadcast_in_dim(row_scales, (config.tile_m, width), [0])
     for j in range(config.tile_n // width):
@@ -305,6 +312,7 @@ def _pipeline(config: GemmConfig, steps: int, body: Any, context: Any) -> Any:
     return plgpu.emit_pipeline_warp_specialized(
         body,
         grid=(steps,),
+        # The copying warpgroup needs few; the two that compute hold the accumulators.
         memory_registers=40,
         max_concurrent_steps=config.stages,
         wg_axis="wg",
