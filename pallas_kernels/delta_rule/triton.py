@@ -81,6 +81,7 @@ def walk(
             added = _dot(late_ref[chunk, head, :, :], changes, precision, trans_lhs=True)
             return memory * decay_ref[chunk, head] + added
 
+        # A loop and no axis of the grid: a chunk needs the memory that the chunk before it leaves in registers.
         lax.fori_loop(0, N, step, jnp.zeros((C, columns), jnp.float32))
 
     shapes = [jax.ShapeDtypeStruct((N, H, rows, V), jnp.float32) for rows in (C, B)]
@@ -104,6 +105,7 @@ def _backward(precision, config, interpret, kept, slopes):
     dmemory, dchanges = slopes
     du, after = _walk_back(dmemory, dchanges, w, late, decay, first, precision, config, interpret)
     by_chunk = partial(jnp.einsum, precision=precision)
+    # No mask for first chunks: the memory before them is 0, and so are these gradients of w and decay.
     dw = -by_chunk("nhbv,nhcv->nhbc", du, memory)
     dlate = by_chunk("nhbv,nhcv->nhbc", changes, after)
     return du, dw, dlate, (memory * after).sum((-2, -1)), None
