@@ -127,7 +127,7 @@ class Snapshots:
                 return structure.unflatten([cut(leaf, axis, count) for leaf, (axis, count) in pairs])
 
             program = jax.jit(copies, out_shardings=structure.unflatten(places))
-            # Compiled without a run, so that `compile` needs no memory for copies.
+            # Compiled now: `jax.jit` alone would compile at the first call, while training waits for the snapshot.
             self._programs[key] = program.lower(arrays).compile()
         return self._programs[key]
 
