@@ -87,8 +87,8 @@ def as_stored(parts: tuple[Part, ...], stored: Mapping[str, Stored]) -> tuple[Pa
     """The parts as a checkpoint has them: in MXFP4 where there are blocks of this name, all experts in one tensor where
     there is one.
     """
-    if parts and (whole := _whole(parts)) is not None and whole.name in stored:
-        return (whole,)
+    if parts and (joined := _whole(parts)) is not None and joined.name in stored:
+        return (joined,)
     return tuple(
         replace(part, packed=True) if f"{part.name}_blocks" in stored else _turned(part, stored) for part in parts
     )
