@@ -26,7 +26,6 @@ from lorafusion_jax.digests import Damage, find_damage, has_digests, refuse_dama
 from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import auto_class, loads_whole
-from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.new_folder import new_folder
@@ -38,10 +37,12 @@ from lorafusion_jax.weights.table import NONE
 
 # Commands of other programs that load exported adapters.
 
+# Model types whose class in vLLM 0.33 has `is_3d_moe_weight`; the others refuse an adapter on fused experts.
+FUSED_EXPERTS = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes
 
 
-def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], *, renamed_experts: bool = False) -> list[str]:
+def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], *, fused_experts: bool = True) -> list[str]:
     """Returns the commands that load PEFT folders with the meaning that they were trained with.
 
     Both programs know one alpha of an adapter, and llama.cpp divides it by the rank even with rsLoRA. vLLM tells the
@@ -50,15 +51,14 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], *, rena
     Args:
         base: folder or hub name of the base model.
         folders: the exported adapters by name.
-        renamed_experts: see `Family.renamed_experts`. vLLM has them where they are published, and leaves adapters of
-            other modules out without a word.
+        fused_experts: vLLM takes the experts of a layer in one tensor, as PEFT writes them; see `FUSED_EXPERTS`.
 
     >>> commands("org/base", {"law": (AdapterSpec(name="law", rank=12, alpha=24), Path("out/law"))})[0]
     'vllm serve org/base --enable-lora --max-lora-rank 16 --lora-modules law=out/law'
     """
     plain = {name: pair for name, pair in folders.items() if _is_plain(pair[0])}
     lines = []
-    vllm_folders = {name: pair for name, pair in plain.items() if not (renamed_experts and pair[0].on_experts)}
+    vllm_folders = {name: pair for name, pair in plain.items() if fused_experts or not pair[0].on_experts}
     if vllm_folders and (rank := _served_rank(max(spec.rank for spec, _ in vllm_folders.values()))) is not None:
         modules = " ".join(f"{name}={folder}" for name, (_, folder) in vllm_folders.items())
         lines.append(f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {modules}")
@@ -127,10 +127,10 @@ def command(
     if not merge:
         specs = {name: exported_spec(adapter_spec(config.adapter(name))) for name in sources}
         base = config.base.hub_id or str(config.base.model)
-        experts = any(spec.on_experts for spec in specs.values())
-        renames_experts = experts and family_named(ModelConfig.from_hf(base_directory(config)).family).renamed_experts
+        model = ModelConfig.from_hf(base_directory(config)) if any(spec.on_experts for spec in specs.values()) else None
+        fused = model is not None and (model.wrapper or model.family) in FUSED_EXPERTS
         folders = {name: (specs[name], targets[name]) for name in sources}
-        for line in commands(base, folders, renamed_experts=renames_experts)[:MOST_COMMANDS]:
+        for line in commands(base, folders, fused_experts=fused)[:MOST_COMMANDS]:
             console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
     first = next(iter(sources), "")
     if merge:

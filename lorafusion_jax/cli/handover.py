@@ -17,11 +17,10 @@ import typer
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.cli.common import RunPath, next_command
-from lorafusion_jax.cli.export import commands, exported_folder
+from lorafusion_jax.cli.export import FUSED_EXPERTS, commands, exported_folder
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import ConfigError, RunError, shortened_text
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.families.table import family_named
 from lorafusion_jax.peft.leaves import exported_spec
 from lorafusion_jax.readable import SETTINGS, read_text
 from lorafusion_jax.report.console import out
@@ -62,9 +61,10 @@ def command(
     config = folder.read_config()
     source = exported_folder(folder, [entry.name for entry in config.adapters], adapter, step)
     spec = exported_spec(adapter_spec(config.adapter(adapter)))
-    renamed = spec.on_experts and family_named(ModelConfig.from_hf(base_directory(config)).family).renamed_experts
+    model = ModelConfig.from_hf(base_directory(config)) if spec.on_experts else None
+    fused = model is not None and (model.wrapper or model.family) in FUSED_EXPERTS
     base = config.base.hub_id or str(config.base.model)
-    lines = commands(base, {adapter: (spec, source)}, renamed_experts=renamed)
+    lines = commands(base, {adapter: (spec, source)}, fused_experts=fused)
     if not any(line.startswith("vllm") for line in lines):
         message = f"{adapter} has a form that servers do not load as an adapter."
         fix = f"lorafusion export {run} {adapter} --merge --to FOLDER, and serve the merged model"

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from lorafusion_jax.errors import did_you_mean
 from lorafusion_jax.families.hf_config import COMMON, MEANT
 from lorafusion_jax.families.norm import Place
-from lorafusion_jax.layout.layer import BLOCK
 
 _LAYERS = "model.layers"
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -89,12 +88,6 @@ class Family:
         if unknown := sorted({*self.reads, *self.keys.values()} - self.keys.keys() - MEANT):
             near = did_you_mean(unknown[0], MEANT)
             raise ValueError(f"reads and keys have {unknown[0]!r}, which means nothing here. {near or 'See `known`.'}")
-
-    @property
-    def renamed_experts(self) -> bool:
-        """Whether a checkpoint has the experts in another module than transformers, whose names PEFT writes."""
-        module = (self.experts or {}).get("module", "mlp")
-        return self.expert_names[0].startswith(f"{BLOCK}.") and module != BLOCK
 
     @property
     def read_keys(self) -> set[str]:

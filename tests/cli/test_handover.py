@@ -108,7 +108,7 @@ def test_other_programs_are_named_where_they_keep_the_meaning_of_an_adapter():
     experts = replace(plain, targets=("q_proj", "experts_gate_up_proj", "experts_down_proj"))
     folders = {"law": (experts, folder), "med": (replace(plain, rslora=True), Path("out/med"))}
     assert "law=out/law med=out/med" in commands("base", folders)[0]
-    assert "law" not in commands("base", folders, renamed_experts=True)[0]  # vLLM would leave the experts out
+    assert "law" not in commands("base", folders, fused_experts=False)[0]  # vLLM refuses the folder
 
 
 def test_an_export_names_no_folder_of_its_run_and_its_card_is_one_for_the_hub(lorafusion, finished, tmp_path):
