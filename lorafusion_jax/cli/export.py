@@ -37,8 +37,8 @@ from lorafusion_jax.weights.table import NONE
 
 # Commands of other programs that load exported adapters.
 
-# Model types whose class in vLLM 0.33 has `is_3d_moe_weight`; the others refuse an adapter on fused experts.
-FUSED_EXPERTS = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
+# Model types whose class in vLLM 0.33 took every tensor of an adapter on fused experts.
+FUSED_EXPERTS = ("gpt_oss",)
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes
 
 
@@ -68,6 +68,10 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], *, fuse
         if not spec.rslora and not spec.on_experts
     ]
     return lines
+
+
+def takes_fused_experts(base: ModelConfig) -> bool:
+    return (base.wrapper or base.family) in FUSED_EXPERTS
 
 
 def _is_plain(spec: AdapterSpec) -> bool:
@@ -127,8 +131,8 @@ def command(
     if not merge:
         specs = {name: exported_spec(adapter_spec(config.adapter(name))) for name in sources}
         base = config.base.hub_id or str(config.base.model)
-        model = ModelConfig.from_hf(base_directory(config)) if any(spec.on_experts for spec in specs.values()) else None
-        fused = model is not None and (model.wrapper or model.family) in FUSED_EXPERTS
+        experts = any(spec.on_experts for spec in specs.values())
+        fused = not experts or takes_fused_experts(ModelConfig.from_hf(base_directory(config)))
         folders = {name: (specs[name], targets[name]) for name in sources}
         for line in commands(base, folders, fused_experts=fused)[:MOST_COMMANDS]:
             console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)

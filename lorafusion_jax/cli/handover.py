@@ -17,7 +17,7 @@ import typer
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.cli.common import RunPath, next_command
-from lorafusion_jax.cli.export import FUSED_EXPERTS, commands, exported_folder
+from lorafusion_jax.cli.export import commands, exported_folder, takes_fused_experts
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import ConfigError, RunError, shortened_text
 from lorafusion_jax.families.model import ModelConfig
@@ -61,8 +61,9 @@ def command(
     config = folder.read_config()
     source = exported_folder(folder, [entry.name for entry in config.adapters], adapter, step)
     spec = exported_spec(adapter_spec(config.adapter(adapter)))
-    model = ModelConfig.from_hf(base_directory(config)) if spec.on_experts else None
-    fused = model is not None and (model.wrapper or model.family) in FUSED_EXPERTS
+    fused = True  # what SGLang does with experts was not tried, so it answers itself
+    if vllm is not None and spec.on_experts:
+        fused = takes_fused_experts(ModelConfig.from_hf(base_directory(config)))
     base = config.base.hub_id or str(config.base.model)
     lines = commands(base, {adapter: (spec, source)}, fused_experts=fused)
     if not any(line.startswith("vllm") for line in lines):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from lorafusion_jax.layout.layer import EXPERTS
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -91,6 +94,16 @@ def test_what_servers_refuse_has_a_fix(lorafusion, finished, server, tmp_path, k
     assert "--key-file" in lorafusion(*arguments).err
     server.routes = (*VLLM, *SGLANG)
     assert lorafusion(*arguments, "--key-file", tmp_path / "key").code == 0
+
+
+def test_vllms_rule_of_experts_is_not_sglangs(lorafusion, finished, server, monkeypatch):
+    """The run's base is of no family whose experts vLLM takes."""
+    _, run = finished
+    on_experts = lambda spec: replace(spec, targets=tuple(EXPERTS), dropout=0.0)  # noqa: E731
+    monkeypatch.setattr("lorafusion_jax.cli.handover.exported_spec", on_experts)
+    assert lorafusion("handover", run, "law", "--vllm", server.url).errors == ["handover.form"]
+    assert server.adapters == {}
+    assert lorafusion("handover", run, "law", "--sglang", server.url).code == 0
 
 
 def test_mistakes_are_named(lorafusion, finished, server):
