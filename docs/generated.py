@@ -22,6 +22,7 @@ from lorafusion_jax.config.schema import (  # noqa: E402
     SINGLE_DEFAULTS,
     AdapterConfig,
 )
+from lorafusion_jax.families.refused import REFUSED  # noqa: E402
 from lorafusion_jax.objective.table import OBJECTIVES  # noqa: E402
 from lorafusion_jax.serve.api.app import describe  # noqa: E402
 
@@ -64,6 +65,16 @@ def _attributes(options: type) -> dict[str, str]:
         for name, meaning in re.findall(r"^        (\w+(?:, \w+)*): (.*(?:\n            .*)*)", text, re.MULTILINE):
             found |= dict.fromkeys(name.split(", "), " ".join(meaning.split()).replace("|", "\\|"))
     return found
+
+
+def refused_models() -> str:
+    """Families that are refused, and why."""
+    lines = ["| family | names in `config.json` | why it is refused |", "|---|---|---|"]
+    lines += [
+        f"| {family.models} | {', '.join(f'`{name}`' for name in family.names)} | {family.reason} |"
+        for family in REFUSED
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def benchmarks() -> str:
@@ -125,6 +136,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "job-file": job_file,
     "objectives": objectives,
     "benchmarks": benchmarks,
+    "refused-models": refused_models,
     "reliability": table,
     "rest-api": rest_api,
 }

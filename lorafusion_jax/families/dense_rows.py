@@ -75,6 +75,12 @@ QWEN_3_VL = {
 }  # fmt: skip
 _UNGATED = {"mlp_gated": False, "mlp_names": ("up_proj", "down_proj")}
 _LAYER_NORMS = {"norm_kind": "layer", "norm_bias": True}
+_GLM = {
+    "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
+    "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
+    "max_position_embeddings": 131072, "attention_bias": True, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+
 # Keys of published files that transformers does not read either.
 _OF_HUNYUAN = (
     "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_end_id", "im_newline_id",
@@ -144,14 +150,14 @@ DENSE: dict[str, Family] = {
             "max_position_embeddings": 131072, "tie_word_embeddings": True, "rope_theta": 5e5, "use_bias": False,
         },
     ),
+    "glm": Family(
+        architectures=("GlmForCausalLM",), rope={"interleaved": True}, fields={"fused": "mlp", "o_bias": False},
+        reads=_GLM,
+    ),
     "glm4": Family(
         architectures=("Glm4ForCausalLM",), rope={"interleaved": True},
         fields={"norms": "sandwich", "fused": "mlp", "o_bias": False},
-        reads={
-            "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
-            "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
-            "max_position_embeddings": 131072, "attention_bias": True, "partial_rotary_factor": 0.5,
-        },
+        reads=_GLM,
         modules={
             "post_attention_layernorm": "post_self_attn_layernorm",
             "pre_feedforward_layernorm": "post_attention_layernorm",
@@ -192,6 +198,16 @@ DENSE: dict[str, Family] = {
             "activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "mlp_type", "norm_type",
             "scale_attention_softmax_in_fp32", "scale_attn_weights",
         ),
+    ),
+    "cohere": Family(
+        architectures=("CohereForCausalLM",), rope={"interleaved": True},
+        fields={"norms": "parallel", "norm_kind": "layer"}, keys={"layer_norm_eps": "rms_norm_eps"},
+        reads={
+            "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40,
+            "num_attention_heads": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "logit_scale": 0.0625,
+            "attention_bias": False, "tie_word_embeddings": True, "rope_theta": 5e5,
+        },
+        known=("model_max_length",),
     ),
     "cohere2": Family(
         architectures=("Cohere2ForCausalLM",), windows=4, rotated="windows", rope={"interleaved": True},

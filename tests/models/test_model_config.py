@@ -154,7 +154,7 @@ def test_unreadable_files_are_errors(text, tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"architectures": ["GPT2LMHeadModel"]}, "unknown architecture GPT2LMHeadModel"),
+    ({"architectures": ["GPTJForCausalLM"]}, "unknown architecture GPTJForCausalLM"),
     ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
     ({"rope_scaling": {"rope_type": "twisted", "factor": 4.0}}, "rope_type 'twisted'"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 9.0}}, "rope parameter 'alpha' of dynamic"),

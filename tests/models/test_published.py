@@ -12,6 +12,7 @@ from test_drawn_families import ROWS
 
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.hf_config import HARMLESS
+from lorafusion_jax.families.refused import REFUSED as REFUSED_FAMILIES
 from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.models import ModelConfig
 
@@ -60,6 +61,19 @@ def test_others_are_refused_by_the_key_that_is_not_served(name):
     assert key in caught.value.what
     if "unknown architecture" not in caught.value.what:
         assert ";" not in caught.value.what, "more than one reason"
+
+
+@pytest.mark.parametrize("family", REFUSED_FAMILIES, ids=lambda family: family.models)
+def test_families_are_refused_by_name_with_the_reason(family):
+    """By architecture, by model_type alone, and without the problems of keys that only such a family has."""
+    sizes = {"hidden_size": 15, "num_attention_heads": 5, "hidden_act": "of its own", "attention_chunk_size": 8}
+    for name in family.names:
+        assert not any(name in (key, *row.architectures, *row.model_types) for key, row in FAMILIES.items())
+        names = {"model_type": name} if name.islower() else {"architectures": [name], "model_type": family.names[0]}
+        with pytest.raises(CheckpointError) as caught:
+            ModelConfig.from_hf(names | sizes)
+        assert caught.value.code == "model.unsupported"
+        assert caught.value.what == f"this model is not supported: {name} ({family.models}): {family.reason}."
 
 
 def changed(value: Any) -> list[Any]:

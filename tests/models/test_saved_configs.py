@@ -32,6 +32,8 @@ def test_every_family_is_there():
         "ministral",
         "ministral3",
         "gemma4_unified_text",
+        "glm",
+        "cohere",
     } == (FAMILIES.keys())
 
 

@@ -1,0 +1,92 @@
+"""Families that people fine-tune and that are refused by name: what their layers have that no mechanism here has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_INDEXER = "attention reads only the tokens that an indexer chooses for each query, and there is no indexer here"
+_DELTA_ATTENTION = "the memory of its delta nets decays by channel, and here it decays by head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A family that is not read.
+
+    Args:
+        models: what people call it.
+        names: each `model_type` and each architecture that config.json has.
+        reason: one sentence, without its full stop.
+    """
+
+    models: str
+    names: tuple[str, ...]
+    reason: str
+
+
+REFUSED = (
+    Refused(
+        models="Gemma 3n", names=("gemma3n", "gemma3n_text", "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        reason="every layer predicts and corrects several streams of activations (AltUp), and here there is one stream",
+    ),
+    Refused(
+        models="Llama 4", names=("llama4", "llama4_text", "Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        reason="attention stays within chunks of positions, where windows slide here, and the router scales what "
+        "goes into its experts, where routers weigh what comes out here",
+    ),
+    Refused(models="GLM-5", names=("glm_moe_dsa", "GlmMoeDsaForCausalLM"), reason=_INDEXER),
+    Refused(models="DeepSeek-V3.2", names=("deepseek_v32", "DeepseekV32ForCausalLM"), reason=_INDEXER),
+    Refused(
+        models="Mistral Large 4",
+        names=("mistral_large4", "mistral_large4_text", "MistralLarge4ForConditionalGeneration"), reason=_INDEXER,
+    ),
+    Refused(models="Kimi-Linear", names=("kimi_linear", "KimiLinearForCausalLM"), reason=_DELTA_ATTENTION),
+    Refused(models="Ling 3", names=("bailing_hybrid", "BailingHybridForCausalLM"), reason=_DELTA_ATTENTION),
+    Refused(
+        models="Ling 1 and 2",
+        names=("bailing_moe", "bailing_moe_v2", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+        reason="transformers has no class for it, so that there is nothing to compare results with",
+    ),
+    Refused(
+        models="MiniMax-Text-01, MiniMax-M1",
+        names=("minimax", "minimax_m1", "minimax_text_01", "MiniMaxForCausalLM", "MiniMaxM1ForCausalLM",
+               "MiniMaxText01ForCausalLM"),
+        reason="most layers have lightning attention, whose decay is fixed for each head, and no layer here is such",
+    ),
+    Refused(
+        models="Nemotron-H, Nemotron 3", names=("nemotron_h", "NemotronHForCausalLM"),
+        reason="a layer is either Mamba-2, attention, an MLP or experts, and here each layer mixes tokens and then has "
+        "an MLP or experts",
+    ),
+    Refused(
+        models="Falcon-H1", names=("falcon_h1", "FalconH1ForCausalLM"),
+        reason="attention and Mamba-2 stand beside each other in every layer, and here a layer has one of them",
+    ),
+    Refused(
+        models="OLMo hybrid", names=("olmo_hybrid", "OlmoHybridForCausalLM"),
+        reason="q, k, v and the gate of its delta nets are projections of their own, and norms stand before delta nets "
+        "but after attention, and here q, k and v are one projection, and norms stand alike in all layers",
+    ),
+    Refused(
+        models="Jamba", names=("jamba", "JambaForCausalLM"),
+        reason="most layers are Mamba-1, whose state decays by channel, and here Mamba-2's decays by head",
+    ),
+    Refused(
+        models="GPT-NeoX, Pythia", names=("gpt_neox", "GPTNeoXForCausalLM"),
+        reason="q, k and v take turns by head in one projection, and here they are three parts of it",
+    ),
+    Refused(
+        models="GPT-2", names=("gpt2", "GPT2LMHeadModel"),
+        reason="positions are learned embeddings, and here they are rotary ones or none",
+    ),
+)  # fmt: skip
+
+
+def refusal(raw: Mapping[str, Any]) -> str | None:
+    """Says why the model of a config.json is refused, or returns None if its family is none of these."""
+    names = raw.get("architectures") or [raw.get("model_type")]
+    for family in REFUSED:
+        if name := next((name for name in family.names if name in names), None):
+            return f"{name} ({family.models}): {family.reason}"
+    return None
