@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -154,6 +155,8 @@ def _rebuild(kind, code, what, where, why, fix):
 def install_line(extra: str, root: Path = ROOT) -> str:
     """Returns the command that installs an extra of this package from where the package itself came.
 
+    Where that is not known, it installs the packages of the extra: this one is in no registry.
+
     Args:
         extra: name of the extra.
         root: folder that holds the package: a checkout, or that of installed packages.
@@ -161,11 +164,14 @@ def install_line(extra: str, root: Path = ROOT) -> str:
     if (root / "pyproject.toml").is_file():
         return f'pip install -e "{root}[{extra}]"'
     try:
-        origin = json.loads(distribution("lorafusion-jax").read_text("direct_url.json") or "{}")
+        package = distribution("lorafusion-jax")
     except PackageNotFoundError:
-        origin = {}
-    if "url" not in origin:  # from an index
-        return f'pip install "lorafusion-jax[{extra}]"'
+        return f"the extra {extra} of lorafusion-jax"
+    origin = json.loads(package.read_text("direct_url.json") or "{}")
+    if "url" not in origin:
+        of_extra = re.compile(rf"""(.*?)\s*;\s*extra == ['"]{extra}['"]""")
+        names = [match[1] for line in package.requires or () if (match := of_extra.fullmatch(line))]
+        return f"pip install {' '.join(f'"{name}"' for name in names)}"
     version = origin.get("vcs_info", {})
     url = f"{version['vcs']}+{origin['url']}@{version['commit_id']}" if version else origin["url"]
     return f'pip install "lorafusion-jax[{extra}] @ {url}"'

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from small_jobs import write_rows
 
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import read_source
+from lorafusion_jax.data.formats import FORMATS, detect_layout
+from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.modules import adapter_arrays
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,6 +116,23 @@ def test_commands_and_their_options_exist(page, line):
     assert not hasattr(command, "commands"), f"{page}: there is no command in '{line}'"
     known = {option for parameter in command.params for option in parameter.opts}
     assert [word for word in words if word.startswith("-") and word not in known] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_nothing_is_installed_from_a_registry_and_extras_exist(page):
+    """The package is in none; a folder, a file or a repository is behind a path or an @."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    text = page.read_text(encoding="utf-8")
+    for line in re.findall(r"pip install (?:-e )?[\"']?((?:lorafusion-jax|\.)[^\n`]*)", text):
+        assert line.startswith(".") or " @ " in line, f"{page.name}: {line}"
+        names = re.match(r"[\w.-]+\[([\w,]+)\]", line)
+        assert set(names[1].split(",") if names else ()) <= set(extras), f"{page.name}: {line}"
+
+
+def test_rows_of_the_data_page_have_the_formats_of_its_table():
+    (block,) = blocks(ROOT / "docs" / "pages" / "data.md", "json")
+    formats = [detect_layout(Rows(source="page", values=[json.loads(line)])).format for line in block.splitlines()]
+    assert formats == list(FORMATS)
 
 
 def callable_or_class(thing) -> bool:

@@ -45,7 +45,7 @@ def test_errors_survive_pickling():
 @pytest.mark.parametrize(
     ("origin", "line"),
     [
-        (None, 'pip install "lorafusion-jax[hf]"'),
+        (None, 'pip install "datasets>=3" "huggingface-hub>=0.26"'),
         ({"url": "file:///tmp/a.whl", "archive_info": {}}, 'pip install "lorafusion-jax[hf] @ file:///tmp/a.whl"'),
         (
             {"url": "https://host/a.git", "vcs_info": {"vcs": "git", "commit_id": "ab12"}},
@@ -56,7 +56,11 @@ def test_errors_survive_pickling():
 def test_extras_are_installed_from_where_the_package_came(tmp_path, monkeypatch, origin, line):
     info = tmp_path / "lorafusion_jax-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lorafusion-jax\nVersion: 1\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: lorafusion-jax\nVersion: 1\nRequires-Dist: jax\n"
+        "Requires-Dist: wandb; extra == 'wandb'\n"
+        "Requires-Dist: datasets>=3 ; extra == 'hf'\nRequires-Dist: huggingface-hub>=0.26; extra == \"hf\"\n"
+    )
     if origin is not None:
         (info / "direct_url.json").write_text(json.dumps(origin))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])

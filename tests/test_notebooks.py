@@ -15,18 +15,18 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS_A_CELL = 300
 TWO_TARGETS, ONE_TARGET = '"targets": ["q_proj", "v_proj"]', '"targets": ["q_proj"]'
+TWO_ADAPTERS = {  # programs as of `small_jobs.two_adapters`
+    '"capacity_tokens": 512, "tile_tokens": 32': '"capacity_tokens": 128, "tile_tokens": 16',
+    '"max_length": 128': '"max_length": 64, "on_long": "drop"',
+    '"max_steps": 20': '"max_steps": 3',
+    '"targets": ["q_proj", "v_proj", "up_proj", "down_proj"]': '"targets": ["q_proj", "down_proj"]',
+    '"rank": 8': '"rank": 2',
+    '"rank": 16': '"rank": 4',
+}
 SHORTER = {  # fewer steps, and adapters of fewer kernels: compiling is most of the time
-    "01_quickstart": {  # programs as of `small_jobs.two_adapters`
-        "capacity_tokens: 512, tile_tokens: 32": "capacity_tokens: 128, tile_tokens: 16",
-        "max_length: 128": "max_length: 64, on_long: drop",
-        "max_steps: 20": "max_steps: 3",
-        "targets: [q_proj, v_proj, up_proj, down_proj]": "targets: [q_proj, down_proj]",
-        "rank: 8, alpha: 16": "rank: 2, alpha: 32",
-        "rank: 16, alpha: 32": "rank: 4, alpha: 32",
-        'range(len(prepared.adapters["ask"].eval))': "range(8)",
-        "in held_out[:4]:": "in held_out[:1]:",
-    },
+    "01_quickstart": TWO_ADAPTERS | {"module_eval.csv": "module_eval_few.csv", "ask_eval.jsonl": "ask_eval_few.jsonl"},
     "06_a_sweep_in_one_run": {TWO_TARGETS: ONE_TARGET},
+    "15_your_own_data": TWO_ADAPTERS,
     "07_your_nnx_model": {"steps=60": "steps=6"},
     "11_preferences": {TWO_TARGETS: ONE_TARGET},
     "13_reinforcement_learning": {
@@ -35,11 +35,8 @@ SHORTER = {  # fewer steps, and adapters of fewer kernels: compiling is most of 
     },
 }
 BASE = 'examples / "base"'
-ON_A_TINY_BASE = {  # the steps of a run are the same on any base
-    "01_quickstart": ("{examples}/base", f"merge_adapter({BASE}", f"in ({BASE}"),
-    "06_a_sweep_in_one_run": (BASE,),
-    "11_preferences": (BASE,),
-}
+# the steps of a run are the same on any base
+ON_A_TINY_BASE = ("01_quickstart", "06_a_sweep_in_one_run", "11_preferences", "15_your_own_data")
 # cli/test_profile_timeline.py, serve/test_acceptance.py and the blocks of training-api.md do the same
 NIGHTLY = ("04_timeline", "12_a_service", "14_training_by_calls")
 
@@ -79,13 +76,7 @@ def test_notebook_runs(path, tiny_base, monkeypatch):
     if any("jax.config.update" in cell for cell in cells):
         run_in_kernel(path)
         return
-    tiny = {"{examples}/base": str(tiny_base), BASE: f"Path({str(tiny_base)!r})"}
-    smaller = {
-        shown: shown.replace(base, tiny[base])
-        for shown in ON_A_TINY_BASE.get(path.stem, ())
-        for base in tiny
-        if base in shown
-    }
+    smaller = {BASE: f"Path({str(tiny_base)!r})"} if path.stem in ON_A_TINY_BASE else {}
     for shown, instead in (SHORTER.get(path.stem, {}) | smaller).items():
         assert sum(cell.count(shown) for cell in cells) == 1
         cells = [cell.replace(shown, instead) for cell in cells]

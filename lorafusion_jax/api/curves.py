@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduling.plots.colors import palette
+from scheduling.plots.colors import colors_of
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 640, 240, 56, 28, 12, 12
 GRID, INK = "#8884", "#888"
@@ -46,7 +46,8 @@ def draw_curves(curves: Mapping[str, Curve]) -> str:
         return round(x, 1), round(TOP + (high - loss) / span * (HEIGHT - TOP - BOTTOM), 1)
 
     parts = [_axes(to_pixels, last, low, low + span)]
-    for (name, curve), color in zip(curves.items(), palette(len(curves)), strict=True):
+    for name, color in colors_of(curves).items():
+        curve = curves[name]
         line = [to_pixels(*point) for point in _finite(curve.steps, curve.loss)]
         dots = [to_pixels(*point) for point in _finite(curve.eval_steps, curve.eval_loss)]
         path = " ".join(f"{x},{y}" for x, y in line)
@@ -82,7 +83,6 @@ def _axes(to_pixels, last: int, low: float, high: float) -> str:
 
 def _legend(curves: Mapping[str, Curve]) -> str:
     names = [
-        f'<span style="color:{color}">&#9632;</span> {html.escape(name)}'
-        for name, color in zip(curves, palette(len(curves)), strict=True)
+        f'<span style="color:{color}">&#9632;</span> {html.escape(name)}' for name, color in colors_of(curves).items()
     ]
     return "&ensp;".join(names) + f'&ensp;<span style="color:{INK}">loss by step; dots: held out</span>'

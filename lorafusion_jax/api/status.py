@@ -21,7 +21,7 @@ from lorafusion_jax.report.console import most_telling, plain_table
 from lorafusion_jax.report.early_stops import EarlyStops, early_stops
 from lorafusion_jax.report.format import count, duration, exact, layout, omissions, waits
 from lorafusion_jax.report.ranking import Measure, Ranking, measures_of, rank
-from lorafusion_jax.report.summary import got_worse, newest_rates, read_summary
+from lorafusion_jax.report.summary import got_worse, rates, read_summary
 
 ENDS = ("adapter-done", "adapter-failed", "adapter-changed")
 COLOURS = {"done": "green", "failed": "bold red", "paused": "yellow", "cancelled": "yellow"}
@@ -78,7 +78,7 @@ def run_numbers(run: Path) -> dict:
         **_parameters(began),
         "peak_bytes": changes[-1].get("peak_bytes") if changes else None,
         "adapters": {name: adapters[name] for name in ranking.order},
-        "throughput": newest_rates(metrics, events),
+        "throughput": rates(metrics, events, newest=state == "running"),
         "best": list(ranking.best),
         "compared": [list(group) for group in ranking.groups],
         "ranking": list(ranking.lines),
@@ -229,7 +229,7 @@ def status_screen(numbers: dict) -> Group:
         unknown = omissions((numbers["throughput"] or {}).get("eta_leaves_out"))
         head.append(f"  eta {duration(numbers['eta_s'])}{unknown}" if numbers["eta_s"] is not None else "")
         head.append(f"  last update {duration(numbers['last_news_s'])} ago", style="not bold")
-    table = plain_table(("adapter", "status"), ("steps", "loss", "held-out before", "after", "eta"))
+    table = plain_table(("adapter", "status"), ("steps", "last loss", "held-out before", "after", "eta"))
     notes = []
     if not numbers["adapters"]:
         return Group(head)
@@ -252,7 +252,8 @@ def status_screen(numbers: dict) -> Group:
     rates = (
         [
             Text(
-                f"{count(speed['processed_tokens_per_s'])} tok/s ({count(speed['useful_tokens_per_s'])} useful)  "
+                f"{count(speed['processed_tokens_per_s'])} tok/s ({count(speed['useful_tokens_per_s'])} useful)"
+                f"{'' if numbers['state'] == 'running' else ', median'}  "
                 f"{duration(speed['slot_seconds'])} per microbatch{waits(speed['paused_share'], speed['paused_s'])}"
             )
         ]

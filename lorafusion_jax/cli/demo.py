@@ -102,7 +102,7 @@ def _totals(console: Console, result, alone: int) -> None:
     from lorafusion_jax.report.summary import throughput
 
     speed, slots = throughput(result.folder), result.plan.num_slots
-    rate = f"{count(speed['useful_tokens_per_s'])} useful tokens/s, " if speed else ""
+    rate = f"{count(speed['useful_tokens_per_s'])} useful tokens/s (median), " if speed else ""
     console.print()
     say(
         console,

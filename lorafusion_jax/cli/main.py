@@ -43,7 +43,7 @@ def group_of(paths: dict[str, str]) -> type[TyperGroup]:
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             command = super().get_command(ctx, cmd_name)
             if command is not None and cmd_name in paths:
-                command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", documentation(paths[cmd_name]))  # a screen wraps itself
+                command.help = _unwrapped(documentation(paths[cmd_name]))
             return command
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -56,7 +56,7 @@ def group_of(paths: dict[str, str]) -> type[TyperGroup]:
 PANELS = {
     name: panel
     for panel, names in {
-        "Start": "demo init check plan data doctor",
+        "Start": "demo new init check plan data doctor",
         "Train": "train resume status timeline report verify",
         "While a run trains": "cancel pause continue finish weight extend add",
         "Use adapters": "generate chat export handover combine",
@@ -88,7 +88,14 @@ def imported(name: str, path: str) -> Any:
     else:
         parent.command(name)(command)
     group: Any = typer.main.get_command(parent)
-    return group.commands[name]
+    loaded = group.commands[name]
+    loaded.help = _unwrapped(loaded.help or "")
+    return loaded
+
+
+def _unwrapped(text: str) -> str:
+    """Joins the lines of a paragraph: a screen wraps them itself."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
 @cache
@@ -111,8 +118,8 @@ def documentation(path: str) -> str:
 DISK = (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ESTALE)  # also of files that are open
 
 FILES = (
-    *("demo", "init", "check", "plan", "train", "resume", "status", "timeline", "report", "generate", "chat", "export"),
-    *("handover", "combine", "verify", "profile", "tune", "doctor", "simulate"),
+    *("demo", "new", "init", "check", "plan", "train", "resume", "status", "timeline", "report", "generate", "chat"),
+    *("export", "handover", "combine", "verify", "profile", "tune", "doctor", "simulate"),
 )
 CONTROLS = ("cancel", "pause", "continue", "finish", "weight", "extend", "add")
 COMMANDS = {

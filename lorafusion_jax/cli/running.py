@@ -71,7 +71,7 @@ def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Se
 
 def show_result(console: Console, result: RunResult) -> None:
     """Prints the table of finished adapters and the next command."""
-    table = plain_table(("adapter", "status"), ("steps", "train loss", "held-out before", "after"))
+    table = plain_table(("adapter", "status"), ("steps", "last loss", "held-out before", "after"))
     rows = final_rows(result.folder)
     status = {name: adapter.status for name, adapter in result.adapters.items()}
     evaluations = {name: rows.get(name, {}).get("evaluated", {}) for name in status}
@@ -129,7 +129,7 @@ def _compare_with_prediction(folder: Path) -> str | None:
     rows = [row for row in read_rows(folder / "events.jsonl") if row["kind"] in ("started", "finished")]
     if [row["kind"] for row in rows] != ["started", "finished"] or not (prediction := rows[0].get("predicted")):
         return None
-    kinds = (("training", "seconds"), ("evaluating", "evaluation_s"), ("saving", "saving_s"))
+    kinds = (("training", "seconds"), ("held-out losses", "evaluation_s"), ("saving", "saving_s"))
     parts = [
         f"{label} {duration(rows[1][key])} ({duration(prediction[key])} predicted)"
         for label, key in kinds

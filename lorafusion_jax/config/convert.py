@@ -114,7 +114,7 @@ def convert(values: Mapping[str, Any], name: str) -> Converted:
         train["eval"] = result.job["data"].pop("eval")
     if not result.job["data"]:
         del result.job["data"]
-    result.job["adapters"] = [{"name": _adapter_name(name), "data": train}]
+    result.job["adapters"] = [{"name": adapter_name(name), "data": train}]
     return result
 
 
@@ -130,7 +130,7 @@ def _with_defaults(values: Mapping[str, Any], result: Converted) -> Mapping[str,
     return {**values, **defaults}
 
 
-def _adapter_name(name: str) -> str:
+def adapter_name(name: str) -> str:
     letters = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in name)
     return letters.strip("._-")[:100] or "adapter"
 

@@ -25,7 +25,7 @@ def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
     notes: list[str] = []
     model = _base(config)
     positions = sys.maxsize if model is None else model.positions
-    readers: dict[str, list[str]] = {}  # of each note on a file: adapters may share it, or read it otherwise
+    readers: dict[str, list[str]] = {}  # of each note: the members of a sweep share it
     for adapter in config.adapters:
         data = prepared.adapters[adapter.name]
         for who, samples in ((adapter.name, data.train), (f"{adapter.name} (held-out)", data.eval)):
@@ -33,7 +33,8 @@ def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
                 for report in (samples.report, *samples.report.parts):
                     for note in report.notes:
                         readers.setdefault(f"{report.source}: {note}", []).append(who)
-                notes += _notes_of_set(who, samples, adapter.data, config.batch, positions)
+                for note in _notes_of_set(samples, adapter.data, config.batch, positions):
+                    readers.setdefault(note, []).append(who)
     of_files = [f"{first_few(names, SHOWN)}: {note}" for note, names in readers.items()]
     notes = [*of_files, *notes, *_length_notes(config, prepared), *unproven_bases(config), *_base_notes(model)]
     return list(dict.fromkeys(notes))
@@ -54,37 +55,35 @@ def _base_notes(model: ModelConfig | None) -> list[str]:
     return [f"base: {rates} of its config.json not applied: adapters train on the model as it is evaluated"]
 
 
-def _notes_of_set(
-    who: str, samples: TokenizedSet, settings: DataSettings, batch: BatchSettings, positions: int
-) -> Iterator[str]:
+def _notes_of_set(samples: TokenizedSet, settings: DataSettings, batch: BatchSettings, positions: int) -> Iterator[str]:
     if not samples.report.parts or samples.parts is None:
         longer = _suggest_length(samples.report.uncut, settings.max_length, batch, positions)
-        yield from _notes(who, samples.report, samples.rows, samples.lengths, settings, longer)
+        yield from _notes("", samples.report, samples.rows, samples.lengths, settings, longer)
         return
     for part, report in enumerate(samples.report.parts):
         in_part = samples.parts == part
         rows, lengths = samples.rows[in_part], samples.lengths[in_part]
         longer = _suggest_length(report.uncut, settings.max_length, batch, positions)
-        yield from _notes(f"{who}: {report.source}", report, rows, lengths, settings, longer)
+        yield from _notes(f"{report.source}: ", report, rows, lengths, settings, longer)
 
 
 def _notes(
-    who: str, report: DataReport, rows: np.ndarray, lengths: np.ndarray, settings: DataSettings, longer: str
+    part: str, report: DataReport, rows: np.ndarray, lengths: np.ndarray, settings: DataSettings, longer: str
 ) -> Iterator[str]:
     limit = settings.max_length
     if report.cut:
         full_rows = rows[lengths == limit]  # may include uncut rows of exactly this length
         which = f": {_rows(full_rows.tolist())}" if len(full_rows) == report.cut else ""
         yield (
-            f"{who}: {_share(report.cut, report.rows)} are cut at {exact(limit)} tokens{which}\n"
+            f"{part}{_share(report.cut, report.rows)} are cut at {exact(limit)} tokens{which}\n"
             f"    {longer}{', or ' if longer else ''}set data.on_long: drop"
         )
     if report.dropped:
         share = _share(len(report.dropped), report.rows)
-        yield f"{who}: {share} have no token to learn from and are left out: {_rows(report.dropped)}"
+        yield f"{part}{share} have no token to learn from and are left out: {_rows(report.dropped)}"
     if report.too_long:
         share = _share(len(report.too_long), report.rows)
-        yield f"{who}: {share} exceed {exact(limit)} tokens and are left out: {_rows(report.too_long)}" + (
+        yield f"{part}{share} exceed {exact(limit)} tokens and are left out: {_rows(report.too_long)}" + (
             f"\n    {longer}" if longer else ""
         )
 

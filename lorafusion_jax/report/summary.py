@@ -101,25 +101,25 @@ def got_worse(name: str, before: float | None, after: float | None) -> str | Non
 KEYS = ("useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds")
 
 
-def throughput(folder: Path) -> dict[str, float] | None:
-    """Medians of useful and processed tokens/s and seconds per slot of a run folder, since the run is on this mesh.
+def throughput(folder: Path) -> dict[str, Any] | None:
+    """The `rates` of a run folder, as medians."""
+    return rates(read_summary(folder), read_rows(folder / "events.jsonl"), newest=False)
+
+
+def rates(metrics: MetricsSummary, events: Sequence[dict], *, newest: bool) -> dict[str, Any] | None:
+    """Useful and processed tokens/s, seconds per slot, and what training waited for, since the run is on this mesh.
+
+    Args:
+        newest: the newest rates, as the live view shows them, instead of medians.
 
     Returns:
         None where nothing was measured.
     """
-    rows = _measured_rows(read_summary(folder), read_rows(folder / "events.jsonl"))
-    return {key: statistics.median(row[key] for row in rows) for key in KEYS} if rows else None
-
-
-def newest_rates(metrics: MetricsSummary, events: Sequence[dict]) -> dict[str, Any] | None:
-    """What the live view shows: useful and processed tokens/s, seconds per slot, what training waited for.
-
-    Returns:
-        None where nothing was measured on this mesh.
-    """
-    rows = _measured_rows(metrics, events)[-1:]
-    more = ("paused_share", "paused_s", "eta_leaves_out")
-    return {key: row.get(key) for row in rows for key in (*KEYS, *more)} or None
+    rows = _measured_rows(metrics, events)
+    if not rows:
+        return None
+    speed = {key: rows[-1][key] if newest else statistics.median(row[key] for row in rows) for key in KEYS}
+    return speed | {key: rows[-1].get(key) for key in ("paused_share", "paused_s", "eta_leaves_out")}
 
 
 def _measured_rows(metrics: MetricsSummary, events: Sequence[dict]) -> list[dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Iterable
 
 from scheduling.timeline import Timeline
 
@@ -20,13 +21,23 @@ def adapter_names(*timelines: Timeline) -> list[str]:
 
 
 def adapter_colors(*timelines: Timeline) -> dict[str, str]:
-    """A colour for each adapter, the same in all timelines; beyond eight, hues by golden angle."""
-    names = adapter_names(*timelines)
-    return dict(zip(names, palette(len(names)), strict=True))
+    """A colour for each adapter, the same in all timelines."""
+    return colors_of(adapter_names(*timelines))
+
+
+def colors_of(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name, by its place in the alphabet, so that all drawings of a run agree.
+
+    >>> colors_of(["med", "law"])["law"] == colors_of(["law", "med"])["law"]
+    True
+    """
+    names = list(names)
+    color_by_name = dict(zip(sorted(names), palette(len(names)), strict=True))
+    return {name: color_by_name[name] for name in names}
 
 
 def palette(count: int) -> list[str]:
-    """Colours that are told apart, the same first ones for every count."""
+    """Colours that are told apart, the same first ones for every count; beyond eight, hues by golden angle."""
     return [_color(index) for index in range(count)]
 
 

@@ -82,7 +82,7 @@ def _table(timeline: Timeline, reference: Timeline | None) -> str:
     figures = [
         ("duration", f"{timeline.duration_s:.4g} s"),
         *([("of the first's duration", _ratio(timeline, reference))] if reference else []),
-        ("tokens", f"{timeline.tokens_per_s:,.0f} / s"),
+        ("useful tokens/s, without pauses", f"{timeline.tokens_per_s:,.0f}"),
         ("bubbles", f"{timeline.bubble_share:.1%}"),
         ("fill and drain", f"{timeline.fill_drain_s:.3g} s"),
         *([("pauses", f"{timeline.duration_s - timeline.working_s:.3g} s")] if timeline.pauses else []),

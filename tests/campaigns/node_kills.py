@@ -1,7 +1,7 @@
 """Do jobs of a service end as if nothing had happened when nodes of its Ray cluster are lost?
 
     PYTHONPATH=tests python -m campaigns.node_kills --out benchmarks/results/node_kills_cpu_DATE --nodes 100 \\
-        --shards 8 --seconds 1500       # 16 cores, 25 minutes; needs pip install "lorafusion-jax[ray]"
+        --shards 8 --seconds 1500       # 16 cores, 25 minutes; needs the extra ray
 
 Each shard has a cluster of its own on this machine: a head without processors, and a node with one, on which the worker
 runs. First two jobs alone, then the same two together again and again, while at random moments, once both train, the

@@ -183,8 +183,8 @@ def test_every_lost_row_is_counted_and_named_with_its_file(load_all, tmp_path):
     data = load_all(train=["a.jsonl", "b.jsonl"], on_long="drop", max_length=32)
     assert [report.too_long for report in data.train.report.files] == [(), (3,)]
     settings = DataSettings(train="a", on_long="drop", max_length=32)
-    (note,) = _notes_of_set("law", data.train, settings, BatchSettings(tile_tokens=16), 1024)
-    assert note.startswith("law: b.jsonl: 1 of 4 rows (25.0 %) exceed 32 tokens and are left out: row 3")
+    (note,) = _notes_of_set(data.train, settings, BatchSettings(tile_tokens=16), 1024)
+    assert note.startswith("b.jsonl: 1 of 4 rows (25.0 %) exceed 32 tokens and are left out: row 3")
 
 
 TOKENS = [

@@ -19,7 +19,7 @@ from lorafusion_jax.report.events import (
     StepTaken,
 )
 from lorafusion_jax.report.recorder import Recorder, read_rows
-from lorafusion_jax.report.summary import final_rows, newest_rates, read_summary, throughput
+from lorafusion_jax.report.summary import final_rows, rates, read_summary, throughput
 from lorafusion_jax.training.meter import Meter
 
 
@@ -126,9 +126,11 @@ def test_rates_are_those_of_the_current_mesh(tmp_path, monkeypatch):
         write(started(sitting, mesh={"stages": 1, "data": data}))
         for speed in speeds:
             write(SlotDone(slot=sitting, slots=5, **dict.fromkeys(keys, speed)))
-    assert throughput(tmp_path) == dict.fromkeys(keys, 30)
-    newest = newest_rates(read_summary(tmp_path), read_rows(tmp_path / "events.jsonl"))
+    medians = throughput(tmp_path)
+    newest = rates(read_summary(tmp_path), read_rows(tmp_path / "events.jsonl"), newest=True)
+    assert medians is not None
     assert newest is not None
+    assert {key: medians[key] for key in keys} == dict.fromkeys(keys, 30), "of mesh 2: 20, 30, 40"
     assert {key: newest[key] for key in keys} == dict.fromkeys(keys, 40), "what the live view shows"
 
 

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster of simulated nodes. Needs `pip install "lorafusion-jax[ray]"`; run by name."""
+"""Workers on a Ray cluster of simulated nodes. Needs the extra ray; run by name."""
 
 from __future__ import annotations
 

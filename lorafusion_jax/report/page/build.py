@@ -25,7 +25,7 @@ from lorafusion_jax.report.page.collect import (
 )
 from lorafusion_jax.report.ranking import Measure, measures_of
 from scheduling import Timeline
-from scheduling.plots.colors import palette
+from scheduling.plots.colors import colors_of
 from scheduling.plots.svg import timeline_svg
 
 TIMELINE_SLOTS = 40  # of a session that are drawn: more would be too narrow to see
@@ -57,8 +57,9 @@ def report_page(runs: Sequence[ReportedRun], *, refresh_s: int | None = None) ->
         for name, run in zip(names, run_rows, strict=True)
         for adapter in run.pop("adapters")
     ]
-    for adapter, color in zip(adapters, palette(len(adapters)), strict=True):
-        adapter["color"] = color
+    color_by_label = colors_of(adapter["label"] for adapter in adapters)
+    for adapter in adapters:
+        adapter["color"] = color_by_label[adapter["label"]]
     _mark_best(adapters)
     data = {"runs": run_rows, "adapters": adapters, "several": len(runs) > 1}
     fields = {
@@ -101,6 +102,7 @@ def _describe_run(run: ReportedRun, name: str, points: int) -> dict[str, Any]:
             "step": row["step"],
             "steps": row["steps"],
             "reason": row["reason"],
+            "objective": config.adapter(adapter).objective.chosen.name,
             "compared": (held_out.get(adapter), measure),
             "before": row["held_out_before"],
             "after": row["held_out_after"],
@@ -131,7 +133,8 @@ def _tiles(numbers: Mapping[str, Any], speed: Mapping[str, Any], seconds: float 
     mesh = {key: size for key, size in (numbers["mesh"] or {}).items() if size > 1}
     tiles = [("state", numbers["state"]), ("microbatches", f"{numbers['slot']} of {numbers['slots']}")]
     if speed:
-        tiles.append(("useful tokens/s", count(speed["useful_tokens_per_s"])))
+        now_or_median = "now" if numbers["state"] == "running" else "median"
+        tiles.append((f"useful tokens/s, {now_or_median}", count(speed["useful_tokens_per_s"])))
     if seconds is not None:
         tiles.append(("training", duration(seconds)))
     if numbers["eta_s"] is not None and numbers["state"] == "running":

@@ -10,7 +10,7 @@ const time = s => s == null ? "–" : s >= 3600 ? `${Math.floor(s / 3600)} h ${M
 const tokens = n => n >= 1e6 ? (n / 1e6).toFixed(1) + " M" : n >= 1e3 ? (n / 1e3).toFixed(1) + " k" : String(n);
 
 // What the reader has chosen survives the page's own reloading.
-const view = Object.assign({metric: "loss", smooth: 0, log: false, hidden: [], sort: "best", down: false}, JSON.parse(decodeURIComponent(location.hash.slice(1)) || "{}"));
+const view = Object.assign({metric: "loss", smooth: 0, log: false, hidden: [], sort: "", down: false}, JSON.parse(decodeURIComponent(location.hash.slice(1)) || "{}"));
 const keep = () => history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(view)));
 
 // Runs: figures, and what limits their speed.
@@ -24,6 +24,8 @@ for (const run of data.runs) {
 
 // Curves.
 const WORDS = {loss: "training and held-out loss", grad_norm: "gradient norm", lr: "learning rate"};
+const UNITS = {loss: "loss, mean of the learned tokens or pairs", grad_norm: "norm of the gradient", lr: "learning rate"};
+const objectives = [...new Set(data.adapters.map(a => a.objective))];
 const metrics = [...new Set(data.adapters.flatMap(a => Object.keys(a.series)))].filter(name => !name.startsWith("eval_"));
 const held = new Set(data.adapters.flatMap(a => Object.keys(a.series)).filter(name => name.startsWith("eval_") && !metrics.includes(name.slice(5))));
 for (const name of [...metrics, ...held]) $("metric").append(make("option", {value: name}, WORDS[name] || name));
@@ -44,15 +46,22 @@ const ticks = (low, high, count) => {
   return result;
 };
 
-let scale = null;
+// A chart for each objective: losses of different ones have no common scale.
+let charts = [];
 function draw() {
+  const shown = data.adapters.filter(a => !view.hidden.includes(a.label)), name = view.metric;
+  const usable = points => (points || []).filter(p => !view.log || p[1] > 0);
+  const lines = shown.map(a => ({adapter: a, line: usable(smoothed(a.series[name] || [])), dots: usable(a.series["eval_" + name])})).filter(l => l.line.length || l.dots.length);
+  const groups = name === "lr" ? [lines] : objectives.map(o => lines.filter(l => l.adapter.objective === o));
+  charts = groups.filter(group => group.length).map(group => chart(group, name !== "lr" && objectives.length > 1 ? `${group[0].adapter.objective}: ` : ""));
+  $("chart").replaceChildren(...charts.map(c => c.svg));
+  if (!charts.length) $("chart").append(make("p", {}, "nothing recorded yet"));
+}
+function chart(lines, before) {
   const wide = Math.max(320, $("chart").clientWidth || 900), tall = Math.round(Math.min(380, Math.max(240, wide * 0.4)));
-  const left = 58, right = 12, top = 10, bottom = 30, shown = data.adapters.filter(a => !view.hidden.includes(a.label));
-  const lines = shown.map(a => ({adapter: a, line: smoothed(a.series[view.metric] || []), dots: a.series["eval_" + view.metric] || []}));
-  const points = lines.flatMap(l => [...l.line, ...l.dots]).filter(p => !view.log || p[1] > 0);
-  const svg = make("svg:svg", {viewBox: `0 0 ${wide} ${tall}`, role: "img", "aria-label": WORDS[view.metric] || view.metric});
-  $("chart").replaceChildren(svg); scale = null;
-  if (!points.length) { svg.append(make("svg:text", {x: left, y: tall / 2}, "nothing recorded yet")); return; }
+  const left = 58, right = 12, top = 26, bottom = 40, points = lines.flatMap(l => [...l.line, ...l.dots]);
+  const held = lines.some(l => l.dots.length) ? " (line: training, dots: held-out)" : "", title = before + (UNITS[view.metric] || view.metric) + held;
+  const svg = make("svg:svg", {viewBox: `0 0 ${wide} ${tall}`, role: "img", "aria-label": title});
   const f = view.log ? Math.log10 : v => v, values = points.map(p => f(p[1])), last = Math.max(...points.map(p => p[0]), 1);
   let low = Math.min(...values), high = Math.max(...values);
   const pad = (high - low || Math.abs(high) || 1) * 0.04; low -= pad; high += pad;
@@ -61,29 +70,29 @@ function draw() {
     const value = view.log ? 10 ** at : at, place = y(value);
     svg.append(make("svg:line", {class: "grid", x1: left, x2: wide - right, y1: place, y2: place}), make("svg:text", {x: left - 6, y: place + 4, "text-anchor": "end"}, number(value, value >= 100 ? 0 : value >= 1 ? 2 : 3)));
   }
-  for (const at of ticks(0, last, wide < 500 ? 4 : 8)) if (Number.isInteger(at)) svg.append(make("svg:text", {x: x(at), y: tall - 10, "text-anchor": "middle"}, String(at)));
+  for (const at of ticks(0, last, wide < 500 ? 4 : 8)) if (Number.isInteger(at)) svg.append(make("svg:text", {x: x(at), y: tall - bottom + 16, "text-anchor": "middle"}, String(at)));
+  svg.append(make("svg:text", {class: "title", x: 4, y: 14}, title), make("svg:text", {x: wide - right, y: tall - 6, "text-anchor": "end"}, "optimizer step"));
   for (const {adapter, line, dots} of lines) {
-    const usable = line.filter(p => !view.log || p[1] > 0);
-    svg.append(make("svg:path", {d: usable.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join(""), stroke: adapter.color}));
-    for (const p of dots) if (!view.log || p[1] > 0) svg.append(make("svg:circle", {cx: x(p[0]), cy: y(p[1]), r: 4, fill: adapter.color}));
+    svg.append(make("svg:path", {d: line.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join(""), stroke: adapter.color}));
+    for (const p of dots) svg.append(make("svg:circle", {cx: x(p[0]), cy: y(p[1]), r: 4, fill: adapter.color}));
   }
   const cursor = svg.appendChild(make("svg:line", {class: "cursor off", y1: top, y2: tall - bottom}));
-  scale = {svg, cursor, lines, wide, left, right, last, x};
+  const scale = {svg, cursor, lines, wide, left, right, last, x};
+  svg.addEventListener("pointermove", event => point(scale, event)); svg.addEventListener("pointerdown", event => point(scale, event)); svg.addEventListener("pointerleave", leave);
+  return scale;
 }
-function point(event) {
-  if (!scale) return;
+function point(scale, event) {
   const box = scale.svg.getBoundingClientRect(), at = (event.clientX - box.left) / box.width * scale.wide;
   const step = Math.round((at - scale.left) / (scale.wide - scale.left - scale.right) * scale.last);
   if (step < 0 || step > scale.last) return leave();
   const nearest = points => points.reduce((a, b) => !a || Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a, null);
-  const rows = scale.lines.map(l => [l.adapter.label, nearest(l.line), nearest(l.dots)]).filter(r => r[1] || r[2]);
+  const rows = scale.lines.map(l => [l.adapter.label, nearest(l.line), nearest(l.dots)]);
   $("tip").textContent = `step ${step}\n` + rows.map(([name, line, dot]) => `${name}  ${line ? number(line[1]) : ""}${dot ? `  held-out ${number(dot[1])} (step ${dot[0]})` : ""}`).join("\n");
   scale.cursor.setAttribute("class", "cursor"); scale.cursor.setAttribute("x1", scale.x(step)); scale.cursor.setAttribute("x2", scale.x(step));
   const tip = $("tip"); tip.style.display = "block";
   tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)) + "px"; tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
 }
-function leave() { $("tip").style.display = "none"; scale?.cursor.setAttribute("class", "cursor off"); }
-$("chart").addEventListener("pointermove", point); $("chart").addEventListener("pointerdown", point); $("chart").addEventListener("pointerleave", leave);
+function leave() { $("tip").style.display = "none"; for (const scale of charts) scale.cursor.setAttribute("class", "cursor off"); }
 for (const id of ["metric", "smooth", "log"]) $(id).addEventListener("input", () => { view.metric = $("metric").value; view.smooth = +$("smooth").value; view.log = $("log").checked; keep(); draw(); });
 
 for (const adapter of data.adapters) {
@@ -98,42 +107,49 @@ for (const adapter of data.adapters) {
 // The table: one row per adapter, sorted by a click on a heading.
 const COLUMNS = [
   ["adapter", a => a.label, a => [make("i", {class: "dot", style: `background:${a.color}`}), a.label, ...(a.is_best ? [make("span", {class: "badge"}, "best")] : [])]],
+  ...(objectives.length > 1 ? [["objective", a => a.objective, a => [a.objective]]] : []),
   ["status", a => a.status, a => [a.reason ? make("span", {class: "bad", title: a.reason}, a.status) : a.status]],
   ["steps", a => a.step, a => [`${a.step}/${a.steps}`]],
-  ["train loss", a => a.train, a => [number(a.train)]],
+  ["loss, last 10 % of steps", a => a.train, a => [number(a.train)]],
   ["held-out before", a => a.before, a => [number(a.before)]],
   ["held-out now", a => a.after, a => [number(a.after)]],
   ["best held-out", a => a.best && (a.rises ? -a.best[1] : a.best[1]), a => [a.best ? `${a.best_by === "held-out loss" ? "" : `${a.best_by} `}${number(a.best[1])} (step ${a.best[0]})` : "–"]],
   ["tokens", a => a.tokens, a => [tokens(a.tokens)]],
   ["device time", a => a.seconds, a => [time(a.seconds)]],
 ];
-const KEYS = {best: 6};
+const TEXTS = objectives.length > 1 ? 3 : 2;
 function table() {
-  const index = KEYS[view.sort] ?? COLUMNS.findIndex(c => c[0] === view.sort), value = COLUMNS[index < 0 ? 0 : index][1];
+  // Without a chosen column, adapters with the same held-out data stand together, the best first, as they come.
+  const index = COLUMNS.findIndex(c => c[0] === view.sort), value = index < 0 ? () => 0 : COLUMNS[index][1];
   const rows = [...data.adapters].sort((a, b) => {
+    const group = index >= TEXTS ? objectives.indexOf(a.objective) - objectives.indexOf(b.objective) : 0;
+    if (group) return group;
     const [p, q] = [value(a), value(b)];
     if (p == null || q == null) return (p == null) - (q == null);
     return (p < q ? -1 : p > q ? 1 : 0) * (view.down ? -1 : 1);
   });
   const heads = COLUMNS.map(([name], i) => {
-    const head = make("th", i < 2 ? {class: "text"} : {}, make("button", {}, name));
+    const head = make("th", i < TEXTS ? {class: "text"} : {}, make("button", {}, name));
     if (i === index) head.setAttribute("aria-sort", view.down ? "descending" : "ascending");
     head.firstChild.addEventListener("click", () => { view.down = i === index && !view.down; view.sort = name; keep(); table(); });
     return head;
   });
-  $("table").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows.map(a => make("tr", a.is_best ? {class: "best"} : {}, ...COLUMNS.map(([, , cells], i) => make("td", i < 2 ? {class: "text"} : {}, ...cells(a)))))));
+  $("table").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows.map(a => make("tr", a.is_best ? {class: "best"} : {}, ...COLUMNS.map(([, , cells], i) => make("td", i < TEXTS ? {class: "text"} : {}, ...cells(a)))))));
 }
 
-// Texts that adapters generated at their evaluations: each prompt with all of its texts.
+// Texts that adapters generated at their evaluations: a table for each prompt, adapters side by side.
 const prompts = new Map();
 for (const adapter of data.adapters) for (const {step, pairs} of adapter.texts) for (const [prompt, text] of pairs) {
-  if (!prompts.has(prompt)) prompts.set(prompt, []);
-  prompts.get(prompt).push({adapter, step, text});
+  if (!prompts.has(prompt)) prompts.set(prompt, new Map());
+  const steps = prompts.get(prompt);
+  if (!steps.has(step)) steps.set(step, new Map());
+  steps.get(step).set(adapter, text.trim() || "(no text)");
 }
 if (prompts.size) $("texts").append(make("h2", {}, "Generated texts"));
-for (const [prompt, texts] of prompts) {
-  const rows = texts.map(({adapter, step, text}) => make("tr", {}, make("td", {}, make("i", {class: "dot", style: `background:${adapter.color}`}), adapter.label), make("td", {}, String(step)), make("td", {class: "text words"}, text.trim() || "(no text)")));
-  const head = make("tr", {}, ...["adapter", "step", "text"].map(name => make("th", {class: "text"}, name)));
+for (const [prompt, steps] of prompts) {
+  const writers = data.adapters.filter(a => [...steps.values()].some(texts => texts.has(a)));
+  const head = make("tr", {}, make("th", {}, "step"), ...writers.map(a => make("th", {class: "text"}, make("i", {class: "dot", style: `background:${a.color}`}), a.label)));
+  const rows = [...steps.keys()].sort((a, b) => a - b).map(step => make("tr", {}, make("td", {}, String(step)), ...writers.map(a => make("td", {class: "text words"}, steps.get(step).get(a) ?? "–"))));
   $("texts").append(make("details", {open: ""}, make("summary", {}, prompt), make("div", {class: "wide"}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)))));
 }
 
