@@ -22,6 +22,7 @@ from lorafusion_jax.cli.main import run as lorafusion
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.training import RunFolder, resume
 
 
@@ -46,7 +47,7 @@ class Unfinished:
 
 @pytest.fixture
 def unfinished(whole_run, tmp_path) -> Unfinished:
-    home = tmp_path / "moved"
+    home = tmp_path / "moved [1] a*b? ü 名 %s $HOME"  # names of folders are names, not patterns
     shutil.copytree(whole_run.home, home, symlinks=True)
     run = home / "run"
     for slot in sorted(int(folder.name) for folder in (run / "state").iterdir())[1:]:
@@ -72,6 +73,12 @@ def resumed(unfinished, capsys):
 def test_a_moved_run_goes_on(unfinished, resumed, whole_run):
     code, err, _ = resumed()
     assert code == 0, err
+    folder = RunFolder(unfinished.run)
+    newest = max(folder.state.iterdir(), key=lambda path: int(path.name))
+    assert AdapterState.read(newest / "adapters" / "law", folder.read_config().adapter("law")).step > 3
+    exported = unfinished.home / "out[2]*"
+    assert lorafusion(["export", str(unfinished.run), "law", "--to", str(exported)]) == 0
+    assert load_file(exported / "adapter_model.safetensors")
     for name in ("law", "med"):
         file = Path("adapters") / name / "latest" / "adapter_model.safetensors"
         assert (unfinished.run / file).read_bytes() == (whole_run.run / file).read_bytes()

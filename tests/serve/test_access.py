@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import time
 
@@ -69,6 +70,29 @@ def test_an_older_database_opens_nothing_and_revives_no_key(tmp_path, copied):
     assert access.find("", "") is None
     assert access.find(leaked, "") is None
     assert (access.find(kept, "") is not None) == (copied == "before the last revocation")
+
+
+def test_owners_are_remembered_until_a_key_changes(tmp_path, monkeypatch):
+    """Who asks again costs no look at the database; a key that another process revokes is refused at once."""
+    looks: list[None] = []
+    glance = Database.glance
+    monkeypatch.setattr(Database, "glance", lambda db: looks.append(None) or glance(db))
+    db, other = Database(tmp_path / "service.db"), Database(tmp_path / "service.db")
+    with db.write() as connection:
+        ana, ben = (k.add_key(connection, owner)[1] for owner in ("ana", "ben"))
+    access = Access(db)
+    os.utime(tmp_path / k.LOG, (0, 0))  # long ago
+    for _ in range(3):
+        owners = [access.find(key, "") for key in (ana, ben, ana[:-1] + "?", "")]
+        assert [owner and owner.name for owner in owners] == ["ana", "ben", None, None]
+    assert len(looks) == 3
+    with other.write() as connection:
+        k.revoke_key(connection, name_of(ana))
+        assert access.find(ana, "") is not None  # not yet, and it must not be remembered
+    assert access.find(ana, "") is None
+    assert access.find(ben, "") is not None
+    db.close()
+    other.close()
 
 
 def test_the_last_administrator_is_revoked_on_the_machine_only(start_service, tmp_path, tiny_base):

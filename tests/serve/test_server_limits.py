@@ -42,14 +42,16 @@ class FakeProcess:
 
     asked: list[str]
     go: threading.Semaphore
+    busy: threading.Event
 
     def __init__(self, command):
         del command
 
     def ask(self, request, limit_s):
         assert limit_s > 0
+        type(self).busy.set()
         type(self).go.acquire()
-        type(self).asked.append(request["file"])
+        type(self).asked.append(request.get("file"))
         return {"problems": [], "rows": 1}
 
     def kill(self):
@@ -61,7 +63,7 @@ class FakeProcess:
 
 @pytest.fixture
 def fake(monkeypatch):
-    FakeProcess.asked, FakeProcess.go = [], threading.Semaphore(0)
+    FakeProcess.asked, FakeProcess.go, FakeProcess.busy = [], threading.Semaphore(0), threading.Event()
     monkeypatch.setattr(child, "AnsweringProcess", FakeProcess)
     asking = Child()
     yield asking
@@ -107,6 +109,43 @@ def test_a_preview_beyond_the_places_of_an_owner_is_told_to_wait(running, datase
     problem = refused(lambda: running.client("ana").request("GET", f"/v1/datasets/{dataset}/preview"))
     assert (problem.status, problem.problems[0]["code"]) == (429, "api.turns")
     assert running.client("ana").request("GET", "/v1/me")["owner"] == "ana"
+
+
+def test_a_flood_of_previews_is_refused_without_a_thread(running, dataset, job, monkeypatch):
+    monkeypatch.setattr(running.service.controller.child, "is_full", lambda owner, question: owner == "ana")
+    asked: list[str] = []
+    run = access.Turns.run
+    monkeypatch.setattr(
+        access.Turns, "run", lambda turns, owner, *work: asked.append(owner) or run(turns, owner, *work)
+    )
+    problem = refused(lambda: running.client("ana").request("GET", f"/v1/datasets/{dataset}/preview"))
+    assert (problem.status, asked) == (429, [])
+    monkeypatch.undo()
+    monkeypatch.setattr(running.service.controller.child, "is_full", lambda owner, question: question == "check")
+    problem = refused(lambda: running.client("ana").request("POST", "/v1/jobs?dry_run=1", job))
+    assert problem.status == 429
+
+
+def test_requests_under_way_end_quietly_with_the_service(fake, tmp_path, tiny_base, monkeypatch, capfd):
+    """A body that still comes, a preview that still waits and a stream of events: 503, 503 and an end, no trace."""
+    monkeypatch.setattr("lorafusion_jax.serve.control.controller.Child", lambda *_: fake)
+    running, end = local_service.start_service(tmp_path / "home", tiny_base, owners=("ana",))
+    with running.db.write() as connection:
+        row = {"id": "d", "owner": "ana", "name": "d.jsonl", "sha256": "", "format": "jsonl", "rows": 1, "bytes": 1}
+        connection.execute(t.datasets.insert().values(row | {"columns": [], "created": 0.0}))
+    lines = ("POST /v1/jobs", "GET /v1/datasets/d/preview", "GET /v1/events")
+    more = f" HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {running.keys['ana']}\r\n"
+    with ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(address(running), 20)) for _ in lines]
+        for client, line in zip(clients, lines, strict=True):
+            client.sendall(f"{line}{more}{'Content-Length: 99' if 'POST' in line else 'A: b'}\r\n\r\n".encode())
+        assert clients[2].recv(4000).startswith(b"HTTP/1.1 200")
+        assert FakeProcess.busy.wait(10)
+        end()
+        answers = [b"".join(iter(lambda client=client: client.recv(4000), b"")) for client in clients]
+    assert [answer[9:12] for answer in answers[:2]] == [b"503", b"503"]
+    assert answers[2].endswith(b"0\r\n\r\n")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def write_bomb(file, rows: int, text: str) -> None:
@@ -290,7 +329,12 @@ def test_bodies_have_one_budget_and_every_owner_a_share(running, monkeypatch):
         slow[1].sendall(head.format(running.keys["ben"]).encode() + b" " * 60_000)
         time.sleep(0.3)
         assert raw(running.url, "POST", "/v1/jobs", b" " * 50_000, x_api_key=running.keys["admin"])[0] == 429
+        with socket.create_connection(address(running), 20) as client:  # refused before any byte of the body has come
+            client.sendall(head.format(running.keys["ana"]).encode())
+            assert client.recv(100).startswith(b"HTTP/1.1 429")
+        answers = running.service.answers.statuses.total()
     time.sleep(0.3)  # the slow ones are gone, and their bytes with them
+    assert running.service.answers.statuses.total() == answers  # nobody answers who has left
     assert raw(running.url, "POST", "/v1/jobs", b" " * 50_000, x_api_key=running.keys["ana"])[0] == 422
 
 

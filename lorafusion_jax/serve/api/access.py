@@ -32,6 +32,7 @@ from lorafusion_jax.serve.store.database import Database
 from lorafusion_jax.serve.store.jobs import Jobs
 from lorafusion_jax.serve.store.keys import (
     LOCAL,
+    LOG,
     Owner,
     find_owner,
     find_session,
@@ -44,12 +45,15 @@ COOKIE = "lorafusion_session"
 WITHOUT_KEY = ("/v1/login", "/v1/logout")
 RATE, BURST = 100.0, 200.0  # requests a second of one key, and at once
 CALLS, MORE_CALLS = "/api/v1/", 10  # of the training API, whose clients send a request for each call and its result
+REMEMBERED_S, MOST_REMEMBERED = 1.0, 1000  # seconds and number of keys whose owners are remembered
+CHANGES_S = 10.0  # after a line in the log of keys, until its transaction has surely ended
 DAY = 86400.0
 WAITS_S = 0.01, 0.1, 1.0, 10.0, math.inf
 MOST_REPEATABLE = 10_000  # requests of an owner whose answers are kept
 MOST_UPLOADS = 8  # of an owner at once
 MOST_COMPLETIONS = 512  # of an owner at once: more would only wait for rows of the sampler
 MOST_STREAMS, MOST_OF_ALL = 50, 1000  # streams of a key, and of all together
+READING = "requests that read data"
 THREADS, ALL_THREADS = 4, 16  # that work for an owner, and for all, of the server's 40
 
 
@@ -169,6 +173,20 @@ def too_many(owner: str, most: int, kind: str) -> ApiError:
     return ApiError(429, "api.turns", f"{owner} has {most} {kind} under way.", fix="wait for them", headers=headers)
 
 
+def service_ends() -> ApiError:
+    return ApiError(503, "api.ends", "the service ends.", fix="ask the next one", headers={"Retry-After": "5"})
+
+
+def expect_turn(service: Service, owner: Owner, question: Question) -> None:
+    """Refuses at once what a child process would not take: a flood ends here, before any thread works for it.
+
+    Raises:
+        ApiError: 429, `api.turns`.
+    """
+    if service.controller.child.is_full(owner.name, question):
+        raise too_many(owner.name, MOST_WAITING, READING)
+
+
 async def ask_child(service: Service, owner: Owner, question: Question, request: dict[str, Any]) -> dict[str, Any]:
     """Waits for the answer of a child process in the owner's turn, without a thread.
 
@@ -178,13 +196,11 @@ async def ask_child(service: Service, owner: Owner, question: Question, request:
     try:
         return await asyncio.wrap_future(service.controller.child.submit(owner.name, question, request))
     except TooManyWaiting:
-        raise too_many(owner.name, MOST_WAITING, "requests that read data") from None
+        raise too_many(owner.name, MOST_WAITING, READING) from None
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
-        raise ApiError(
-            503, "api.ends", "the service ends.", fix="ask the next one", headers={"Retry-After": "5"}
-        ) from None
+        raise service_ends() from None
 
 
 class Access:
@@ -193,23 +209,48 @@ class Access:
     A service is open to everybody on its machine if it never had a key. That is decided when it starts; the first key
     closes it, and nothing opens it again.
 
+    The owner of a key is remembered for a second. A key that is added or revoked, by whatever process, is in the log of
+    keys before it counts: for a while after that nothing is remembered.
+
     Args:
         used: takes when each key was last used (None: nobody asks).
     """
 
     def __init__(self, db: Database, used: dict[str, float] | None = None):
         self._db, self._used = db, {} if used is None else used
+        self._remembered: dict[str, Owner | None] = {}  # by digest of the key
+        self._since, self._log_state = 0.0, (0, 0)
         with db.write() as connection:
             self._is_open = not restore_revocations(connection)
 
     def find(self, key: str, session: str) -> Owner | None:
         """Returns the owner of a key or, without one, of a session of the page."""
-        with self._db.glance() as connection:
-            self._is_open = self._is_open and not had_keys(connection)
-            owner = find_owner(connection, key) if key else find_session(connection, session) if session else None
+        if not key and not session and not self._is_open:
+            return None
+        remembered = self._recall() if key else {}
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        if digest in remembered:
+            owner = remembered[digest]
+        else:
+            with self._db.glance() as connection:
+                self._is_open = self._is_open and not had_keys(connection)
+                owner = find_owner(connection, key) if key else find_session(connection, session) if session else None
+            remembered[digest] = owner
         if owner is not None:
             self._used[owner.key] = time.time()
         return owner or (LOCAL if self._is_open and not key else None)
+
+    def _recall(self) -> dict[str, Owner | None]:
+        """The owners of keys that may be remembered."""
+        now = time.time()
+        try:
+            status = self._db.file.with_name(LOG).stat()
+        except OSError:
+            return {}
+        if not 0 <= now - self._since < REMEMBERED_S or self._log_state != (status.st_size, status.st_mtime_ns):
+            self._remembered, self._since, self._log_state = {}, now, (status.st_size, status.st_mtime_ns)
+        may_change = now - status.st_mtime < CHANGES_S or len(self._remembered) >= MOST_REMEMBERED
+        return {} if may_change else self._remembered
 
     def is_valid(self, owner: Owner) -> bool:
         """Returns whether somebody who asked before may still ask."""

@@ -13,10 +13,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafusion_jax.serve.api import admin, datasets, jobs, mlora, openai, problems, streams
-from lorafusion_jax.serve.api.access import WITHOUT_KEY, Answers, Service, identify
+from lorafusion_jax.serve.api.access import WITHOUT_KEY, Answers, Service, identify, service_ends
 from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.refusals import completed
 from lorafusion_jax.serve.store.database import StoreError
@@ -32,11 +33,11 @@ PAGE = Path(__file__).parents[1] / "page"
 FILES = {"/": "index.html", "/app.js": "app.js", "/charts.js": "charts.js", "/style.css": "style.css"}
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 ROUTERS = (jobs.router, datasets.router, streams.router, admin.router, openai.router)
-SECURE = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
+SECURE = (
+    (b"content-security-policy", b"default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
 
 
 def make_app(
@@ -87,11 +88,13 @@ class Bodies:
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
 
+    def have_room(self, owner: str, count: int) -> bool:
+        return self._bytes[owner] + count <= BODIES_OF_OWNER and self._bytes.total() + count <= BODIES
+
     def take(self, owner: str, count: int) -> bool:
-        if self._bytes[owner] + count > BODIES_OF_OWNER or self._bytes.total() + count > BODIES:
-            return False
-        self._bytes[owner] += count
-        return True
+        has_room = self.have_room(owner, count)
+        self._bytes[owner] += count if has_room else 0
+        return has_room
 
     def give_back(self, owner: str, count: int) -> None:
         self._bytes[owner] -= count
@@ -102,7 +105,8 @@ class Bodies:
 class Guard:
     """Refuses foreign hosts, unknown keys, large and deep bodies before a route sees them; adds security headers.
 
-    No byte of a body is read before its key is known, but for that of the page's login.
+    No byte of a body is read before its key is known, but for that of the page's login. A request beyond the rate of
+    its key is refused before a route is looked for, which takes ten times longer.
 
     Args:
         uploads: paths whose routes limit their bodies themselves.
@@ -116,18 +120,25 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        send = _with_headers(send, None if self._service is None else self._service.answers)
+        answer = _Answer(send, None if self._service is None else self._service.answers)
+        try:
+            await self._look(scope, receive, answer)
+        except asyncio.CancelledError:  # the server ends; what is half sent breaks off, but for a stream of events
+            if answer.media_type is None:
+                await problems.answer_problem(Request(scope), service_ends())(scope, receive, answer)
+            elif answer.media_type.startswith(b"text/event-stream"):
+                await answer({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _look(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
         if "*" not in self._names and _without_port(host) not in self._names:
             message, fix = "this host name is not answered.", "lorafusion serve --host-name NAME, or use localhost"
             await _refuse(421, "api.host", "Host", message, fix)(scope, receive, send)
             return
-        if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
-            await self._app(scope, receive, send)
-            return
+        may_have_body = scope["method"] in ("POST", "PUT", "PATCH", "DELETE")
         owner, largest = "", LARGEST_LOGIN
-        if scope["path"] not in WITHOUT_KEY:
+        if scope["path"] not in WITHOUT_KEY and (may_have_body or _is_read(scope)):
             assert self._service is not None
             request = Request(scope)
             try:
@@ -136,25 +147,35 @@ class Guard:
                 await problems.answer_problem(request, problem)(scope, receive, send)
                 return
             owner, largest = asker.key or asker.name, LARGEST_BODY
-        if scope["path"].rstrip("/") in self._uploads:
+        if not may_have_body or scope["path"].rstrip("/") in self._uploads:
             await self._app(scope, receive, send)
             return
-        sizes: list[int] = []
+        length, sizes = headers.get(b"content-length", b""), list[int]()
+        expected = int(length) if length.isdigit() else 0
 
         def take(count: int) -> bool:
+            if not sizes and not self._bodies.have_room(owner, expected):  # read nothing of what will be refused
+                return False
             has_room = self._bodies.take(owner, count)
             sizes.extend([count] if has_room else [])
             return has_room
 
         try:
             values = MOST_TOKENS if scope["path"] in openai.PATHS else MOST_VALUES
-            body = await _checked_body(receive, headers.get(b"content-length", b""), largest, values, take)
+            body = await _checked_body(receive, expected, largest, values, take)
             if isinstance(body, JSONResponse):
                 await body(scope, receive, send)
             else:
                 await self._app(scope, _replay(body, receive), send)
+        except ClientDisconnect:  # before all of its body had come
+            return
         finally:
             self._bodies.give_back(owner, sum(sizes))
+
+
+def _is_read(scope: Scope) -> bool:
+    """Whether a request reads what needs a key."""
+    return scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/v1/")
 
 
 def _without_port(host: str) -> str:
@@ -170,7 +191,7 @@ def _refuse(
 
 
 async def _checked_body(
-    receive: Receive, length: bytes, largest: int, values: int, take: Callable[[int], bool]
+    receive: Receive, length: int, largest: int, values: int, take: Callable[[int], bool]
 ) -> bytes | JSONResponse:
     """Returns the body, or how it is refused."""
     try:
@@ -191,19 +212,22 @@ async def _checked_body(
     return body
 
 
-async def _read(receive: Receive, length: bytes, largest: int, take: Callable[[int], bool]) -> bytes | None:
+async def _read(receive: Receive, length: int, largest: int, take: Callable[[int], bool]) -> bytes | None:
     """Returns the body; None if it is too large.
 
     Raises:
         BlockingIOError: there is no memory for it now.
+        ClientDisconnect: the rest of it will not come.
     """
-    if length.isdigit() and int(length) > largest:
+    if length > largest:
         return None
+    if not take(0):
+        raise BlockingIOError
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            return bytes(body)
+            raise ClientDisconnect
         part = message.get("body", b"")
         if len(body) + len(part) > largest:
             return None
@@ -240,18 +264,24 @@ def _depth(body: bytes) -> int:
     return deepest
 
 
-def _with_headers(send: Send, answers: Answers | None) -> Send:
-    began = time.monotonic()
+class _Answer:
+    """Sends an answer with security headers, and notes how long its client waited for the head.
 
-    async def sender(message: Message) -> None:
+    Attributes:
+        media_type: of the answer; None: nothing is sent yet.
+    """
+
+    def __init__(self, send: Send, answers: Answers | None):
+        self._send, self._answers, self._began = send, answers, time.monotonic()
+        self.media_type: bytes | None = None
+
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if answers is not None:
-                answers.note(message["status"], time.monotonic() - began)
-            extra = [(name.lower().encode(), value.encode()) for name, value in SECURE.items()]
-            message = {**message, "headers": [*message["headers"], *extra]}
-        await send(message)
-
-    return sender
+            if self._answers is not None:
+                self._answers.note(message["status"], time.monotonic() - self._began)
+            self.media_type = dict(message["headers"]).get(b"content-type", b"")
+            message = {**message, "headers": [*message["headers"], *SECURE]}
+        await self._send(message)
 
 
 def describe() -> dict[str, Any]:

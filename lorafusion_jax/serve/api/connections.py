@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import threading
 from typing import Any, ClassVar
 
 import uvicorn
@@ -13,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_S = 15  # for the head of a request
 MOST, FILES, RESERVED = 4096, 8192, 256  # connections, files that may be open, and files that are none of them
 LARGEST_HEAD = 64 << 10
+AT_ONCE = 64 << 10  # bytes that are read of a connection before others have their turn
 REST, REST_S = 4 << 20, 5  # bytes and seconds of a refused body that are still read, so that the client sees the answer
 MOST_RESTS = 32  # connections of which that is read at once: each takes a millisecond of the event loop for 256 KiB
 
@@ -48,11 +50,21 @@ def most_connections() -> int:
     return MOST if soft == resource.RLIM_INFINITY else max(16, min(MOST, soft - RESERVED))
 
 
-class PatientProtocol(H11Protocol):
+class _Buffer(threading.local):
+    """Where bytes of connections arrive: the loop of a thread copies those of one before it reads of the next."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(AT_ONCE))
+
+
+class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
     """Closes connections whose head does not arrive in time, or whose body goes on after the answer.
 
-    uvicorn itself waits forever for a first request and the rest of a head, and reads a refused body to its end.
+    uvicorn itself waits forever for a first request and the rest of a head, and reads a refused body to its end. It
+    also takes 256 KiB at once, of which most is copied in vain if the request is refused.
     """
+
+    _buffer = _Buffer()
 
     _with_rest: ClassVar[set[PatientProtocol]] = set()
 
@@ -78,6 +90,12 @@ class PatientProtocol(H11Protocol):
     def is_idle(self) -> bool:
         """Whether it waits for a request, or for the rest of a head."""
         return not self._is_closing and (self.cycle is None or self.cycle.response_complete)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer.view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._buffer.view[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         if self._answered_early():

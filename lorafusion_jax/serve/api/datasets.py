@@ -28,6 +28,7 @@ from lorafusion_jax.serve.api.access import (
     Service,
     ServiceOf,
     ask_child,
+    expect_turn,
     once,
 )
 from lorafusion_jax.serve.api.pages import After, Limit, read_page
@@ -101,6 +102,7 @@ async def preview(
     base: Annotated[str | None, Query(max_length=100)] = None,
 ) -> Response:
     """A row as the model sees it: ⟦ ⟧ around what is learned."""
+    expect_turn(service, owner, "preview")
     dataset_row, bases = await service.turns.run(owner.name, _find, service, dataset, owner), service.settings.bases
     if base is not None and base not in bases:
         raise not_found("such base")

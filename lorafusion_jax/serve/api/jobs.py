@@ -29,6 +29,7 @@ from lorafusion_jax.serve.api.access import (
     Service,
     ServiceOf,
     ask_child,
+    expect_turn,
     once,
 )
 from lorafusion_jax.serve.api.pages import After, Limit, cursor_of, page_of
@@ -69,6 +70,7 @@ async def submit(
     if problems := await turns.run(owner.name, find_problems, service, owner, spec):
         return problems_answer(problems)
     if dry_run:
+        expect_turn(service, owner, "check")
         job, controller = {"id": "dry-run", "spec": values, "base": spec.base}, service.controller
         answer = await ask_child(service, owner, "check", await turns.run(owner.name, controller.question, job))
         verdict = await turns.run(owner.name, controller.verdict, job, answer)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lorafusion_jax.serve.wire import Message
 
-END_S = 1.0
+END_S = 3.0
 
 
 class AnsweringProcess:

@@ -71,6 +71,10 @@ class Child:
     def __init__(self, memory_bytes: int = 1 << 30):
         self._lanes = {name: _Lane(name, limits, memory_bytes) for name, limits in LANES.items()}
 
+    def is_full(self, owner: str, question: Question) -> bool:
+        """Whether an owner has as many requests in a lane as he may have."""
+        return self._lanes[question].waiting(owner) >= MOST_WAITING
+
     def submit(
         self, owner: str, question: Question, request: dict[str, Any], *, most: int = MOST_WAITING
     ) -> Future[Answer]:
@@ -126,9 +130,10 @@ class _Lane:
             self._changed.notify()
         return request.answer
 
-    def waiting(self) -> int:
+    def waiting(self, owner: str | None = None) -> int:
+        """Requests of an owner, or of all."""
         with self._changed:
-            return sum(map(len, self._waiting.values()))
+            return sum(map(len, self._waiting.values())) if owner is None else len(self._waiting.get(owner, ()))
 
     def end(self) -> None:
         with self._changed:
