@@ -12,7 +12,8 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import CallError
-from lorafusion_jax.generation.generator import Answer, Generator, Request
+from lorafusion_jax.generation.answer_text import text_options
+from lorafusion_jax.generation.generator import Generator, Request
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.session import Session, Task
 from lorafusion_jax.session.base import stages_for
@@ -68,8 +69,8 @@ class SamplerBank:
         self._names = [spec.name for spec in specs]
         self._slots: dict[int, str] = {}  # snapshot → its slot, the least recently used first
         self._leaves: dict[str, Mapping[str, np.ndarray]] = {}
-        self._tokenizer = load_tokenizer(base_directory(config))
-        self._generators: dict[bool, Generator] = {}
+        tokenizer = load_tokenizer(base_directory(config))
+        self._generator = Generator(self._stages, tokenizer.stop_ids, **text_options(tokenizer))
 
     def sample(
         self,
@@ -86,19 +87,25 @@ class SamplerBank:
             weights: its leaves.
         """
         index = self._names.index(self._slot_of(number, weights))
-        texts, ids = _stops(params.stop)
         settings = Sampling(
             max_tokens=params.max_tokens,
             temperature=params.temperature,
             top_k=max(params.top_k, 0),
             top_p=params.top_p,
-            stop=texts,
+            **_stops(params.stop),
         )
         requests = [
             Request(tokens=list(prompt), adapter=index, sampling=replace(settings, seed=(params.seed or 0) + at))
             for at in range(samples)
         ]
-        return [_sequence(answer, ids) for answer in self._generator(stops=params.stop is None)(requests)]
+        return [
+            SampledSequence(
+                tokens=answer.drawn_tokens,
+                logprobs=answer.drawn_logprobs,
+                stop_reason="stop" if answer.end == "stop" else "length",
+            )
+            for answer in self._generator(requests)
+        ]
 
     def _slot_of(self, number: int, weights: Mapping[str, np.ndarray]) -> str:
         name = self._slots.pop(number, None)
@@ -110,16 +117,6 @@ class SamplerBank:
                 stage.take_weights(self._leaves)
         self._slots[number] = name
         return name
-
-    def _generator(self, *, stops: bool) -> Generator:
-        if stops not in self._generators:
-            tokenizer = self._tokenizer
-
-            def ends_with(tokens: Sequence[int], texts: Sequence[str]) -> bool:
-                return tokenizer.decode(list(tokens)).endswith(tuple(texts))
-
-            self._generators[stops] = Generator(self._stages, tokenizer.stop_ids if stops else (), ends_with)
-        return self._generators[stops]
 
 
 def read_params(params: Any, numbers: Mapping[str, Any]) -> SamplingParams:
@@ -137,20 +134,11 @@ def read_params(params: Any, numbers: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in settings.items() if value is not None})
 
 
-def _stops(stop: Any) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Returns texts and tokens that end a sample."""
-    entries = [stop] if isinstance(stop, str) else list(stop or ())
+def _stops(stop: Any) -> dict[str, Any]:
+    """Returns the settings of `Sampling` for texts and tokens that end a sample."""
+    if stop is None:
+        return {}
+    entries = [stop] if isinstance(stop, str) else list(stop)
     texts = tuple(entry for entry in entries if isinstance(entry, str))
-    return texts, frozenset(int(entry) for entry in entries if not isinstance(entry, str))
-
-
-def _sequence(answer: Answer, stop_ids: frozenset[int]) -> SampledSequence:
-    tokens, logprobs = list(answer.tokens), list(answer.logprobs)
-    if answer.end_token is not None and answer.end_logprob is not None:
-        tokens.append(answer.end_token)
-        logprobs.append(answer.end_logprob)
-    at_stop = answer.end == "stop"
-    first = next((at for at, token in enumerate(tokens) if token in stop_ids), None)
-    if first is not None:
-        tokens, logprobs, at_stop = tokens[: first + 1], logprobs[: first + 1], True
-    return SampledSequence(tokens=tokens, logprobs=logprobs, stop_reason="stop" if at_stop else "length")
+    ids = (entry.item() if isinstance(entry, np.integer) else entry for entry in entries if not isinstance(entry, str))
+    return {"stop": texts, "stop_tokens": tuple(ids)}

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lorafusion_jax.data.tokenizer import Tokenizer
 
 LAST_TOKENS = 64  # whose text is searched for the texts that end an answer, beside those of the texts themselves
 UNFINISHED = "\ufffd"  # a part of a character
+
+
+def text_options(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Options of an `Engine` for stop texts; empty where the base has no rules for texts."""
+    if not tokenizer.is_there:
+        return {}
+    texts = AnswerTexts(tokenizer)
+    return {"ends_with": texts.ends_with, "special_texts": texts.special_texts}
 
 
 class AnswerTexts:

@@ -66,7 +66,7 @@ class Engine:
         slots: adapters that run at a time.
         steps: passes of a call of `step`.
         stop_tokens: tokens that end answers whose settings name none.
-        ends_with: (tokens, stop texts) → whether the tokens end with one of the texts.
+        ends_with: (tokens, stop texts) → whether the tokens end with one of the texts (None: they have no text).
         special_texts: text → id of special tokens; one ends the answers that have its text as a stop text.
         programs: of another engine of these stages.
     """
@@ -80,7 +80,7 @@ class Engine:
         slots: int = SLOTS,
         steps: int = STEPS,
         stop_tokens: Sequence[int] = (),
-        ends_with: Callable[[Sequence[int], Sequence[str]], bool] = lambda tokens, texts: False,
+        ends_with: Callable[[Sequence[int], Sequence[str]], bool] | None = None,
         special_texts: Mapping[str, int] = MappingProxyType({}),
         programs: Sequence[GenerationPrograms] | None = None,
     ):
@@ -129,11 +129,14 @@ class Engine:
         """Lets a request wait for its turn. `step` fills the answer.
 
         Raises:
-            LoraFusionError: see `check_requests`; `generate.dropped`, the sampler is gone; `generate.memory`, the
-                blocks do not hold prompt and answer.
+            LoraFusionError: see `check_requests`; `generate.stop`, a text shall end it and tokens have none;
+                `generate.dropped`, the sampler is gone; `generate.memory`, the blocks do not hold prompt and answer.
         """
         check_requests([request], self.model)
         sampling, sampler = request.sampling, request.sampler or self.base
+        if self._ends_with is None and (texts := [text for text in sampling.stop if text not in self._special_texts]):
+            message = f"{request.where} shall end at the text {texts[0]!r}, and the base has no tokenizer.json."
+            raise ConfigError("generate.stop", message, fix="stop tokens, or a base with its tokenizer.json")
         if sampler.dropped:
             raise RunError("generate.dropped", f"{sampler.name}: its weights were dropped.", where=request.where)
         total = min(len(request.tokens) + sampling.max_tokens, self.model.positions)
@@ -333,7 +336,7 @@ class Engine:
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
             sequence.tokens.append(token)
-            if sampling.stop and self._ends_with(answer.tokens, sampling.stop):
+            if sampling.stop and self._ends_with is not None and self._ends_with(answer.tokens, sampling.stop):
                 answer.end = "stop"
             elif len(sequence.tokens) == sequence.most:
                 answer.end = "length" if len(answer.tokens) == sampling.max_tokens else "context"

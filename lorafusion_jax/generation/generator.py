@@ -31,7 +31,7 @@ class Generator:
         self,
         stages: Sequence[Stage],
         stop_tokens: Sequence[int] = (),
-        ends_with: Callable[[Sequence[int], Sequence[str]], bool] = lambda tokens, texts: False,
+        ends_with: Callable[[Sequence[int], Sequence[str]], bool] | None = None,
         special_texts: Mapping[str, int] = MappingProxyType({}),
     ):
         self._stages, self._model = tuple(stages), stages[0].parts.model

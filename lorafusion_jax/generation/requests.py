@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.families.model import ModelConfig
@@ -105,14 +107,14 @@ def check_requests(requests: Sequence[Request], model: ModelConfig) -> None:
         if not length:
             message = f"{where} has no token."
             errors.append(ConfigError("generate.empty-prompt", message, fix="a text, or at least one message"))
-        elif outside := [token for token in request.tokens if not 0 <= token < model.vocab_size]:
+        elif outside := [token for token in request.tokens if not _is_token(token, model)]:
             message = f"{where} has the token {outside[0]}, and the model has tokens 0 to {model.vocab_size - 1}."
             errors.append(ConfigError("generate.token", message, fix="the tokens of this base's tokenizer"))
         elif length >= model.positions:
             message = f"{where} has {length} tokens, and the model knows {model.positions} positions."
             errors.append(CheckpointError("generate.too-long", message, fix="a shorter prompt"))
         for name, tokens in tokens_by_name.items():
-            if outside := [token for token in tokens if not 0 <= token < model.vocab_size]:
+            if outside := [token for token in tokens if not _is_token(token, model)]:
                 message = f"{where}: {name} has {outside[0]}, and the model has tokens 0 to {model.vocab_size - 1}."
                 errors.append(ConfigError("generate.token", message, fix="the tokens of this base's tokenizer"))
         total = length + sampling.max_tokens
@@ -124,3 +126,8 @@ def check_requests(requests: Sequence[Request], model: ModelConfig) -> None:
                 fix = f"max_tokens={most}" if most else "a longer or shorter prompt"
                 errors.append(ConfigError("generate.longrope", message, why=why, fix=fix))
     raise_all(errors)
+
+
+def _is_token(token: Any, model: ModelConfig) -> bool:
+    is_int = isinstance(token, int | np.integer) and not isinstance(token, bool)
+    return is_int and 0 <= token < model.vocab_size

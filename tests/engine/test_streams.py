@@ -659,6 +659,9 @@ def test_samples_are_of_a_snapshot(client):
     (cut,) = sampler.sample(prompt, 1, SimpleNamespace(**settings | {"stop": [first[0].tokens[2]]})).result()
     assert cut.tokens == first[0].tokens[: first[0].tokens.index(first[0].tokens[2]) + 1]
     assert cut.stop_reason == "stop"
+    for wrong in ([48_000], [True], [-1]):
+        with pytest.raises(lf.LoraFusionError, match=r"generate\.(token|setting)"):
+            sampler.sample(prompt, 1, **settings | {"stop": wrong}).result()
     with pytest.raises(lf.LoraFusionError, match="have no beams"):
         sampler.sample(prompt, beams=2)
 

@@ -203,6 +203,14 @@ def test_a_request_that_never_fits_is_refused(monkeypatch):
         engine.submit(Request(tokens=[1] * 60, sampling=Sampling(max_tokens=5)))
 
 
+def test_a_stop_text_where_tokens_have_no_texts_is_refused(monkeypatch):
+    engine = hashed_engine(monkeypatch, rows=2, blocks=2, slots=1, special_texts={"<|end|>": 7})
+    asked = Sampling(max_tokens=5, stop=("<|end|>", "ab"))
+    with pytest.raises(LoraFusionError, match=r"generate\.stop\] the prompt shall end at the text 'ab'"):
+        engine.submit(Request(tokens=[1], sampling=asked))
+    engine.submit(Request(tokens=[1], sampling=replace(asked, stop=("<|end|>",))))
+
+
 def test_samplers_beyond_the_slots_wait_on_the_host(monkeypatch):
     engine = hashed_engine(monkeypatch, rows=4, blocks=8, slots=2, steps=4)
     law, med, code = (engine.snapshot(adapter) for adapter in range(3))

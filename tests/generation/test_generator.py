@@ -166,7 +166,7 @@ def test_an_answer_ends_with_a_stop_token_or_at_the_last_position(model, alone):
     (unstopped,) = model([request])  # in which the token is one of the text
     assert (answer.end_token, unstopped.end_token, unstopped.end_logprob) == (tokens[2], None, None)
     assert answer.end_logprob == unstopped.logprobs[len(answer.tokens)]
-    special = Generator(model._stages, special_texts={"<|user|>": tokens[2], "<|other|>": tokens[0]})
+    special = Generator(model._stages, (), lambda _, texts: False, {"<|user|>": tokens[2], "<|other|>": tokens[0]})
     special._programs = model._programs
     for texts, end in (("none", "<|user|>"), "stop"), (("<|us",), "length"):
         (by_text,) = special([replace(request, sampling=replace(request.sampling, stop=texts))])
@@ -214,7 +214,7 @@ def test_wrong_requests_are_reported_together(model):
     with pytest.raises(ErrorList) as caught:
         model(wrong)
     assert [error.code for error in caught.value.errors] == ["generate.empty-prompt", "generate.too-long"]
-    for token in (48, -1, 2**31, 10**30):
+    for token in (48, -1, 2**31, 10**30, True, 2.5):
         with pytest.raises(LoraFusionError, match=f"row 7 has the token {token}, and the model has tokens 0 to 47"):
             model([Request(tokens=[3, token], where="row 7")])
     with pytest.raises(LoraFusionError) as settings:

@@ -114,7 +114,7 @@ def _read_prompt(prompt: Any) -> list[int]:
 
 
 def _ints(values: Any, where: str) -> list[int]:
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise DatumError(f"{where} must be whole numbers")
     return values
 

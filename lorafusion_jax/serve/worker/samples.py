@@ -22,7 +22,7 @@ from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import LoraFusionError, RunError, ServerCallError
 from lorafusion_jax.files import replace_bytes
-from lorafusion_jax.generation.answer_text import AnswerTexts
+from lorafusion_jax.generation.answer_text import text_options
 from lorafusion_jax.generation.capacity import blocks_that_fit
 from lorafusion_jax.generation.engine import ROWS, SLOTS, Engine
 from lorafusion_jax.generation.load import read_leaves
@@ -263,7 +263,6 @@ class Bank:
         self._put({})
         self._tokenizer = tokenizer = load_tokenizer(base_directory(config))
         self.tokenizer_of = lru_cache(MOST_SAMPLERS)(self._tokenizer_of)
-        texts = AnswerTexts(tokenizer) if tokenizer.is_there else None
         positions = self._parts.model.positions
         blocks = min(blocks_that_fit(self._stages, beside_training=True), ROWS * -(-positions // BLOCK))
         self.most_tokens = min(positions, blocks * BLOCK)
@@ -271,8 +270,8 @@ class Bank:
             self._stages,
             blocks=blocks,
             slots=places,
-            **({} if texts is None else {"ends_with": texts.ends_with, "special_texts": texts.special_texts}),
             stop_tokens=tokenizer.stop_ids,
+            **text_options(tokenizer),
         )
 
     def snapshot(self, leaves: Mapping[str, np.ndarray]) -> Sampler:
