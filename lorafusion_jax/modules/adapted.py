@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
 from jaxtyping import Array
 
 from lorafusion_jax.adapters.spec import AdapterSpec
@@ -23,8 +25,9 @@ from lorafusion_jax.modules.plan import Calls, LoRAPlan
 from lorafusion_jax.modules.product import Product, Result, Stored, exchange_product, unsupported_linear
 from lorafusion_jax.modules.siblings import Call, product_beside_siblings
 from lorafusion_jax.modules.tree import Path, dotted
-from lorafusion_jax.modules.use import context_of
+from lorafusion_jax.modules.use import context_of, note_reader
 
+_READ = "lora_read"  # metadata of a stand-in: the variable, and what notes that it is read
 TABULATED = "_nnx_tabulate_id"  # attribute of the modules in the copy that `nnx.tabulate` runs
 
 
@@ -81,9 +84,17 @@ def call_exchanged(
 
     def call(w: Array) -> Any:
         module = nnx.merge(graph, nnx.from_flat_state([(path, variable.replace(w))]), other_state)
-        return own_class(layer).__call__(module, *args, **options)
+        module.__class__ = own_class(layer)
+        before = nnx.graphdef(module)
+        try:
+            y = own_class(layer).__call__(module, *args, **options)
+        except TraceContextError as problem:
+            raise unsupported_linear(where, f"its call changes what it holds ({problem})") from None
+        if nnx.graphdef(module) != before:
+            raise unsupported_linear(where, "its call changes what it holds, as `sow` and counters do")
+        return y
 
-    value = getattr(layer, linear.weight).get_value()
+    value = vars(layer)[linear.weight].get_value()
     inside = tuple(axis + linear.experts for axis in linear.inside)
     inputs = (args, options)
     return exchange_product(call, value, product, where=where, inside=inside, inputs=inputs, experts=linear.experts)
@@ -131,7 +142,37 @@ def adapt(
 
 def adapted_class(cls: type) -> type:
     """Returns the class of a layer with adapters."""
-    return exchanged_class(cls, "LoRA", call_adapted)
+    return exchanged_class(cls, "LoRA", call_adapted, get_attribute)
+
+
+def get_attribute(layer: Any, name: str) -> Any:
+    """Reads an attribute of an adapted layer. In a context, its weight comes as one that notes who reads its value."""
+    cls: Any = own_class(layer)
+    value = cls.__getattribute__(layer, name)
+    if not isinstance(value, nnx.Variable) or TABULATED in vars(layer):
+        return value
+    plan = vars(layer).get("lora_plan")
+    note = note_reader(plan) if plan is not None and name == plan.linear.weight else None
+    if note is None:
+        return value
+    metadata = {**value.get_metadata(), _READ: (value, note)}
+    return _watched_class(type(value)).from_metadata(value.get_raw_value(), metadata)
+
+
+@cache
+def _watched_class(cls: type) -> type:
+    """Returns the class of a stand-in for a variable, whose reads of the value are noted."""
+
+    def get_value(variable: Any, **options: Any) -> Any:
+        original, note = variable.get_metadata(_READ)
+        note()
+        return original.get_value(**options)
+
+    def set_value(variable: Any, value: Any, **options: Any) -> None:
+        variable.get_metadata(_READ)[0].set_value(value, **options)
+
+    shape = property(lambda variable: variable.get_raw_value().shape)  # that of a variable reads its value
+    return type(cls.__name__, (cls,), {"get_value": get_value, "set_value": set_value, "shape": shape})
 
 
 def _default(layer: Any, plan: LoRAPlan) -> LoRAContext:

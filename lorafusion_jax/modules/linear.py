@@ -194,11 +194,15 @@ def _read_weight(module: nnx.Module, weight: str, ndim: int, inside: tuple[int, 
         return f"it has no parameter '{weight}'"
     if value.ndim < ndim:
         return f"its {weight} has {value.ndim} dimensions and its product needs {ndim}"
-    states = {
-        name for name, value in vars(module).items() if isinstance(value, nnx.Rngs | nnx.RngStream | nnx.Variable)
-    }
-    if others := sorted(name for name in states if not isinstance(getattr(module, name), nnx.Param)):
+    if others := sorted(name for name, value in vars(module).items() if _has_state(value)):
         return f"its call may change what it holds ({', '.join(others)})"
     stack, shape = value.ndim - ndim + experts, tuple(value.shape)
     inside = tuple(axis - experts for axis in inside)
     return Linear(weight=weight, stack=shape[:stack], shape=shape[stack:], inside=inside, experts=experts)
+
+
+def _has_state(value: Any) -> bool:
+    """Whether an attribute is, or holds, what calls change: numbers of draws, statistics, caches."""
+    if isinstance(value, nnx.Variable):
+        return not isinstance(value, nnx.Param)
+    return isinstance(value, nnx.Module | nnx.Rngs | nnx.RngStream) and any(map(_has_state, vars(value).values()))

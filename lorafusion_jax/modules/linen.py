@@ -35,12 +35,12 @@ from lorafusion_jax.modules.linen_quantised import check_plain, quantise_params
 from lorafusion_jax.modules.linen_report import report_ran
 from lorafusion_jax.modules.linen_tree import copy_dicts, node_at
 from lorafusion_jax.modules.lora_product import Leaves, expert_products, lora_product
-from lorafusion_jax.modules.match import EXPERTS, name_matches, unknown_exclusions
+from lorafusion_jax.modules.match import EXPERTS, name_matches, unknown_names
 from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Result
 from lorafusion_jax.modules.report import LoRAReport
-from lorafusion_jax.modules.unmatched import describe_left_out, unknown_target
+from lorafusion_jax.modules.unmatched import all_excluded, describe_left_out, unknown_target
 from lorafusion_jax.modules.use import check_inside, staging, traced_anew
 from lorafusion_jax.modules.weights import (
     adapter_arrays,
@@ -359,12 +359,16 @@ class LinenLoRA:
         return name_matches(target, ".".join(path))
 
     def _check_targets(self, ran: Ran) -> None:
-        raise_all(unknown_exclusions(self.exclude, [module.name for module in (*ran.layers, *ran.others)]))
+        paths = [module.name for module in (*ran.layers, *ran.others)]
+        raise_all(unknown_names("exclude", self.exclude, paths) + unknown_names("heads", self.heads or (), paths))
         left_out: dict[str, tuple[str, str, str]] = {}
         for target in dict.fromkeys(target for targets in self.targets.values() for target in targets):
             others = [module for module in ran.others if target == ALL_LINEAR and not module.is_table]
             others += [module for module in ran.others if target != ALL_LINEAR and name_matches(target, module.name)]
             if not any(self._matches(target, layer.path, layer) for layer in ran.layers):
+                excluded = [layer.name for layer in ran.layers if self._is_excluded(layer.name)]
+                if paths := [name for name in excluded if target == ALL_LINEAR or name_matches(target, name)]:
+                    raise all_excluded(target, paths)
                 refused = [(module.name, module.kind, module.why) for module in (others or ran.others)]
                 raise unknown_target(target, [layer.name for layer in ran.layers], refused)
             left_out |= {module.name: (module.name, module.kind, module.why) for module in others}

@@ -16,7 +16,7 @@ from lorafusion_jax.modules.heads import find_heads, is_embedding
 from lorafusion_jax.modules.linear import Linear, linear_of, weight_names
 from lorafusion_jax.modules.product import unsupported_linear
 from lorafusion_jax.modules.tree import Path, dotted, walk
-from lorafusion_jax.modules.unmatched import Refused, by_reason, plausible_weights, unknown_target
+from lorafusion_jax.modules.unmatched import Refused, all_excluded, by_reason, plausible_weights, unknown_target
 
 EXPERTS = "a weight for each expert: all-linear leaves it out, name it to adapt each expert"
 
@@ -71,6 +71,15 @@ def find_candidates(model: nnx.Module, heads: Sequence[str] | None = None) -> li
         for path, module in walk(model)
         if weight_names(module) or linear_of(module) is not None or isinstance(module, nnx.bridge.ToNNX)
     ]
+    normed = {
+        id(inner): f"{type(module).__name__} computes its weight before each call"
+        for _, module in walk(model)
+        if isinstance(module, nnx.WeightNorm | nnx.SpectralNorm)
+        for _, inner in walk(module.layer_instance)
+    }
+    candidates = [
+        replace(candidate, linear=normed.get(id(candidate.module), candidate.linear)) for candidate in candidates
+    ]
     layers = [
         (candidate.path, candidate.linear.out_features, bool(candidate.linear.stack))
         for candidate in candidates
@@ -110,7 +119,8 @@ def find_targets(
     """
     everything = find_candidates(model, heads)
     candidates = [candidate for candidate in everything if not _is_excluded(candidate, exclude)]
-    errors = unknown_exclusions(exclude, [dotted(candidate.path) for candidate in everything])
+    errors = unknown_names("exclude", exclude, [dotted(candidate.path) for candidate in everything])
+    errors += unknown_names("heads", heads or (), [dotted(candidate.path) for candidate in everything])
     left_out: dict[Path, Candidate] = {}
     hits: dict[str, list[Path]] = {}
     for target in dict.fromkeys(target for names in targets.values() for target in names):
@@ -118,15 +128,20 @@ def find_targets(
         able = [candidate for candidate in matched if isinstance(candidate.linear, Linear)]
         unable = [candidate for candidate in matched if not isinstance(candidate.linear, Linear)]
         if unable and (_is_name(target, candidates) or (not able and target != ALL_LINEAR)):
-            errors += [
-                unsupported_linear(where, why) for where, why in by_reason([candidate.refused for candidate in unable])
-            ]
+            refused = [candidate.refused for candidate in unable]
+            fix = f"exclude={[path for path, _, _ in refused]}" if able else "leave it out of targets"
+            errors += [unsupported_linear(where, why, fix) for where, why in by_reason(refused)]
             continue
         left_out |= {candidate.path: candidate for candidate in unable}
         if target == ALL_LINEAR:
             left_out |= {candidate.path: candidate for candidate in candidates if is_experts(candidate)}
         hits[target] = [candidate.path for candidate in able]
-        errors += _problems(target, hits[target], candidates, allow_partial)
+        excluded = [
+            dotted(candidate.path)
+            for candidate in everything
+            if _is_excluded(candidate, exclude) and matches(target, candidate)
+        ]
+        errors += _problems(target, hits[target], candidates, allow_partial, excluded)
     adapted = {path for paths in hits.values() for path in paths}
     errors += _shared_weights(everything, lambda candidate: candidate.path in adapted)
     raise_all(errors)
@@ -144,13 +159,13 @@ def find_targets(
     }, list(left_out.values())
 
 
-def unknown_exclusions(exclude: Sequence[str], paths: Sequence[str]) -> list[LoraFusionError]:
-    """Reports exclusions that match none of the paths of modules with weights."""
+def unknown_names(argument: str, names: Sequence[str], paths: Sequence[str]) -> list[LoraFusionError]:
+    """Reports names of an argument that match none of the paths of modules with weights."""
     return [
         ConfigError(
-            "lora.unknown-target", f"exclude '{name}' matches no module with a weight.", fix=f"some of {list(paths)}"
+            "lora.unknown-target", f"{argument} '{name}' matches no module with a weight.", fix=f"some of {list(paths)}"
         )
-        for name in exclude
+        for name in names
         if not any(name_matches(name, path) for path in paths)
     ]
 
@@ -180,13 +195,13 @@ def _shared_weights(
     for modules in owners.values():
         if len(modules) < 2 or not any(has_adapters(candidate) for candidate in modules.values()):
             continue
-        paths = tuple(dotted(candidate.path) or "the model itself" for candidate in modules.values())
+        paths = tuple(dotted(candidate.path) for candidate in modules.values())
         errors[paths] = ConfigError(
             "lora.shared-weight",
             "these layers hold one weight, and each of them would have adapters of its own.",
-            where=", ".join(paths),
+            where=", ".join(path or "the model itself" for path in paths),
             why="merged, the adapters of all would be added to that weight",
-            fix="leave these layers out of targets, share the whole layer, or give each its own weight",
+            fix=f"exclude={list(filter(None, paths))}, share the whole layer, or give each its own weight",
         )
     return list(errors.values())
 
@@ -281,7 +296,11 @@ def _pattern(target: str) -> re.Pattern[str] | None:
         return None  # a glob such as "*.up"
 
 
-def _problems(target: str, hits: list[Path], candidates: list[Candidate], allow_partial: bool) -> list[LoraFusionError]:
+def _problems(
+    target: str, hits: list[Path], candidates: list[Candidate], allow_partial: bool, excluded: list[str]
+) -> list[LoraFusionError]:
+    if excluded and not hits:
+        return [all_excluded(target, excluded)]
     if not hits:
         able = [dotted(candidate.path) for candidate in candidates if isinstance(candidate.linear, Linear)]
         return [

@@ -23,15 +23,17 @@ from lorafusion_jax.modules.linear import Linear
 
 
 class Calls:
-    """Which adapted layers of a model have run in this process. Its plans share one; programs do not depend on it."""
+    """Which adapted layers of a model have run in this process, and whose weights something else has read.
 
-    def __init__(self, paths: Iterable[str], ran: Iterable[str] = ()):
-        self.paths, self.ran = tuple(paths), set(ran)
+    Its plans share one; programs do not depend on it.
+    """
 
-    def uncalled(self, ran: Collection[str] | None = None) -> list[str]:
-        """Returns the layers that did not run, where others did."""
-        ran = self.ran if ran is None else ran
-        return [path for path in self.paths if path not in ran] if ran else []
+    def __init__(self, paths: Iterable[str], ran: Iterable[str] = (), read: Iterable[str] = ()):
+        self.paths, self.ran, self.read = tuple(paths), set(ran), set(read)
+
+    def bypassed(self, ran: Collection[str], read: Collection[str]) -> list[str]:
+        """Returns the layers that did not run where others did, and those whose weights something else read."""
+        return [path for path in self.paths if path in read or (ran and path not in ran)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

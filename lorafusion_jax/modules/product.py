@@ -231,7 +231,8 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def unsupported_linear(where: str, why: str, fix: str = "leave it out of targets") -> ConfigError:
+def unsupported_linear(where: str, why: str, fix: str = "") -> ConfigError:
+    fix = fix or (f"exclude='{where}' in apply_lora or LinenLoRA" if where else "leave it out of targets")
     return ConfigError("lora.unsupported-linear", "this layer cannot carry LoRA.", where=where, why=why, fix=fix)
 
 
@@ -315,7 +316,8 @@ class _Run:
             return self.evaluate(inner.jaxpr, [*inner.consts, *operands], shifted)
         if name == "dot_general" and len(weights) == 1:
             return [self._multiply(eqn, operands, weights)], {}
-        if name in ("mul", "div") and len(weights) == 1 and (scaled := _scaled(name, operands, weights)) is not None:
+        scaled = _scaled(name, operands, weights) if len(weights) == 1 else None
+        if scaled is not None:
             return scaled
         weight_part = weights.get(0)
         if weight_part is None:
@@ -407,9 +409,11 @@ class _Run:
 
 
 def _scaled(name: str, operands: list[Any], weights: dict[int, _Held]) -> tuple[list[Any], dict[int, _Held]] | None:
-    """Takes a scalar out of the weight: `w * c` and `w / c` are w, and a product that is scaled; otherwise None."""
+    """Takes a scalar out of the weight: `w * c`, `w / c` and `-w` are w, and a product that is scaled; else None."""
     ((side, weight_part),) = weights.items()
-    scalar = operands[1 - side]
+    if name not in ("mul", "div", "neg"):
+        return None
+    name, scalar = ("mul", -1) if name == "neg" else (name, operands[1 - side])
     if jnp.shape(scalar) or (name == "div" and side == 1):
         return None
     factor = scalar if name == "mul" else 1 / scalar

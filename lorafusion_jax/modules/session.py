@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 
 from lorafusion_jax.digests import find_damage, refuse_damage
 from lorafusion_jax.errors import CheckpointError, ConfigError, RunError
+from lorafusion_jax.modules.match import check_owners
 from lorafusion_jax.modules.use import use_adapters
 from lorafusion_jax.modules.weights import adapter_names, adapter_spec
 from lorafusion_jax.new_folder import new_folder
@@ -65,7 +66,8 @@ class Session:
         multiple: lengths of filled arrays are multiples of it: a program compiles for each.
 
     Raises:
-        ConfigError: `session.adapters`, the optimizers are not those of the model's adapters; `session.capacity`.
+        ConfigError: `session.adapters`, the optimizers are not those of the model's adapters; `session.capacity`;
+            `lora.shared-weight`.
 
     >>> from lorafusion_jax.modules import AdapterSpec, apply_lora
     >>> specs = [AdapterSpec(name=name, rank=2, alpha=4, targets=("all-linear",)) for name in ("law", "med")]
@@ -88,6 +90,7 @@ class Session:
         ragged: Sequence[str] = (),
         multiple: int = 64,
     ):
+        check_owners(model)
         self.model, self.names = model, tuple(adapter_names(model))
         if set(optimizers) != set(self.names):
             message = f"the optimizers are of {', '.join(optimizers)}, and the adapters are {', '.join(self.names)}."

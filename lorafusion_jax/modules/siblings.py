@@ -89,7 +89,7 @@ class _Group:
         parts = []
         for layer, watched in self.layers.values():
             plan, result = layer.lora_plan, watched.result
-            weight = getattr(layer, plan.linear.weight).get_value()
+            weight = vars(layer)[plan.linear.weight].get_value()
             if not isinstance(weight, Stored):
                 weight = reduce(jnp.astype, result.casts or (), weight)
             leaves = {leaf.name: getattr(layer, leaf.name)[...] for leaf in plan.leaves}

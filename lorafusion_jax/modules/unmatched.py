@@ -48,6 +48,12 @@ def unknown_target(target: str, linear: Sequence[str], refused: Sequence[Refused
     )
 
 
+def all_excluded(target: str, paths: Sequence[str]) -> ConfigError:
+    """The error of a target whose every match is excluded."""
+    message = f"target '{target}' matches only what exclude takes out."
+    return ConfigError("lora.unknown-target", message, where=first_few(paths, 4), fix="exclude less")
+
+
 def plausible_weights(shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Names of a module's matrices that may be weights of products: no tokens, positions or embeddings."""
     return [name for name, shape in without_biases(shapes).items() if 1 not in shape and not _TABLE.search(name)]

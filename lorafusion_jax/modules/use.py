@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ class _Use:
     staged: bool  # entered while a jitted function was being traced
     seen: bool = False
     ran: dict[Calls, set[str]] = field(default_factory=dict)  # layers of each model
+    read: dict[Calls, set[str]] = field(default_factory=dict)  # those whose weights something else read
 
 
 # A function that the model itself jits is traced again for every use, so that its program cannot keep an old table.
@@ -63,7 +64,8 @@ def use_adapters(
     Args:
         adapters: the adapters given to `apply_lora`, in the same order, or a context.
         table: adapter of each example (leading axis of the layers' inputs) or of each row, -1 for none.
-        allow_uncalled: do not warn of adapted layers that do not run, as where only a part of the model does.
+        allow_uncalled: do not warn of adapted layers that do not run, as where only a part of the model does, or whose
+            weights are read otherwise, as by a penalty.
         options: `step`, `train`, `only` and other options of `LoRAContext.of`.
 
     Raises:
@@ -73,7 +75,8 @@ def use_adapters(
             model's; `lora.table-rows`, the table has neither one entry per example nor one per row.
 
     Warns:
-        UserWarning: an adapted layer never ran where others of its model did: its adapters have no effect.
+        UserWarning: an adapted layer never ran where others of its model did, or something else read its weight: its
+            adapters have no effect there.
     """
     use = _Use(_context(adapters, table, options), staging())
     token = _current.set(use)
@@ -89,12 +92,12 @@ def use_adapters(
             why="a jitted function that is already compiled does not see it",
             fix=_INSIDE,
         )
-    uncalled = [path for calls, ran in use.ran.items() for path in calls.uncalled(ran)]
-    if uncalled and not allow_uncalled:
+    bypassed = [path for calls, ran in use.ran.items() for path in calls.bypassed(ran, use.read.get(calls, ()))]
+    if bypassed and not allow_uncalled:
         warnings.warn(
-            f"[lora.uncalled] adapted layers never ran inside `use_adapters`: {first_few(uncalled, SHOWN)}. Their "
-            "adapters have no effect and no gradient, because something else reads their weights, or only a part of "
-            "the model runs. fix: apply_lora(…, exclude=…); or use_adapters(…, allow_uncalled=True)",
+            "[lora.uncalled] adapted layers never ran inside `use_adapters`, or something else read their weights: "
+            f"{first_few(bypassed, SHOWN)}. Their adapters have no effect and no gradient there. "
+            "fix: apply_lora(…, exclude=…); or use_adapters(…, allow_uncalled=True) where only a part of it runs",
             UserWarning,
             stacklevel=3,
         )
@@ -127,6 +130,19 @@ def context_of(plan: LoRAPlan, *, tabulated: bool = False) -> LoRAContext | None
             fix="give use_adapters the adapters that apply_lora got, in the same order",
         )
     return use.context
+
+
+def note_reader(plan: LoRAPlan) -> Callable[[], None] | None:
+    """Returns what notes that something other than a layer itself reads its weight; None outside of `use_adapters`."""
+    use, calls = _current.get(), plan.calls
+    if use is None or calls is None:
+        return None
+
+    def note() -> None:
+        calls.read.add(plan.path)
+        use.read.setdefault(calls, set()).add(plan.path)
+
+    return note
 
 
 def _context(adapters: LoRAContext | Sequence[AdapterSpec], table: Any, options: dict[str, Any]) -> LoRAContext:

@@ -141,9 +141,11 @@ def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
     plan_by_layer = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
     _check_unquantised(model)
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
+    plans = [plan for plan, _ in plan_by_layer.values()]
     calls = Calls(
-        (plan.path for plan, _ in plan_by_layer.values()),
-        (plan.path for plan, _ in plan_by_layer.values() if plan.calls and plan.path in plan.calls.ran),
+        (plan.path for plan in plans),
+        (plan.path for plan in plans if plan.calls and plan.path in plan.calls.ran),
+        (plan.path for plan in plans if plan.calls and plan.path in plan.calls.read),
     )
     for number, layer in layers.items():
         if number not in plan_by_layer:
@@ -173,8 +175,8 @@ def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False, allow_unc
         name: name of the adapter.
         keep: keep all adapters and the original weights for `unmerge_adapter`. Otherwise both are removed; merge a
             copy, `nnx.clone(model)`, if you need them.
-        allow_uncalled: merge layers, too, that never ran where others of the model did. Whoever reads their weights
-            then computes with the adapter, unlike before.
+        allow_uncalled: merge layers, too, that never ran where others of the model did, or whose weights something
+            else read. Whoever reads them then computes with the adapter, unlike before.
 
     Raises:
         ConfigError: `lora.unknown-adapter`; `lora.merged`, an adapter is already merged; `lora.merge-quantized`, the
@@ -231,13 +233,14 @@ def unmerge_adapter(model: nnx.Module) -> nnx.Module:
 
 def _check_called(plans: Sequence[LoRAPlan]) -> None:
     calls, paths = next(iter(plans)).calls, {plan.path for plan in plans}
-    uncalled = [path for path in calls.uncalled() if path in paths] if calls is not None else []
-    if uncalled:
+    bypassed = [path for path in calls.bypassed(calls.ran, calls.read) if path in paths] if calls is not None else []
+    if bypassed:
+        message = "adapted layers never ran, while others of the model did, or something else read their weights: "
         raise ConfigError(
             "lora.uncalled",
-            f"adapted layers never ran, while others of the model did: {first_few(uncalled, SHOWN)}.",
-            why="something else reads their weights, which merging changes: the merged model would compute another "
-            "function than the model with its adapter",
+            f"{message}{first_few(bypassed, SHOWN)}.",
+            why="who reads a weight computes without the adapter, and would compute with it: the merged model is "
+            "another function than the model with its adapter",
             fix="apply_lora(…, exclude=…) leaves them out; merge_adapter(…, allow_uncalled=True) merges them anyway",
         )
 

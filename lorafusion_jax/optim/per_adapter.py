@@ -153,7 +153,7 @@ def _has_gradient(tree: Any) -> jax.Array:
 def _mask(active: Any, names: Sequence[str]) -> _Mask | None:
     if active is None:
         return None
-    if isinstance(active, str) or (isinstance(active, Sequence) and any(isinstance(name, str) for name in active)):
+    if isinstance(active, str | set) or (isinstance(active, Sequence) and any(isinstance(n, str) for n in active)):
         active_names = [active] if isinstance(active, str) else list(active)
         if wrong := [name for name in active_names if name not in names]:
             raise ConfigError("optim.unknown-adapter", f"active names {wrong}, but the adapters are {list(names)}.")

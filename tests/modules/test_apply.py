@@ -14,6 +14,7 @@ from lorafusion_jax.errors import ConfigError, ErrorList, RunError
 from lorafusion_jax.modules import (
     AdapterSpec,
     LoRAContext,
+    Session,
     adapter_arrays,
     apply_lora,
     lora_report,
@@ -278,8 +279,9 @@ def test_a_weight_of_two_layers_is_refused_with_both_paths(targets):
         lambda model: quantize_base(model, "int8"),
         share_inputs,
         lambda model: adapter_arrays(model, "law"),
+        lambda model: Session(model, {"law": optax.sgd(1.0)}),
     ],
-    ids=["merge", "quantize", "share", "save"],
+    ids=["merge", "quantize", "share", "save", "session"],
 )
 def test_a_weight_that_is_shared_later_is_refused_by_whatever_uses_it(use):
     model = tie(apply_lora(Tied(nnx.Rngs(0)), [LAW], targets="all-linear", heads=()))
@@ -343,7 +345,7 @@ class Scaled(nnx.Module):
 
 @pytest.mark.parametrize(
     "scale",
-    [lambda w: w * 0.3, lambda w: jnp.float32(3) * w.astype(jnp.float32), lambda w: 2 * (w / jnp.sqrt(8.0))],
+    [lambda w: -w * 0.3, lambda w: jnp.float32(3) * w.astype(jnp.float32), lambda w: 2 * (w / jnp.sqrt(8.0))],
     ids=["after", "before", "both"],
 )
 def test_a_weight_times_a_scalar_is_a_scaled_product(scale):

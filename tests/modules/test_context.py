@@ -246,6 +246,46 @@ def test_adapted_layers_that_never_run_are_named_and_not_merged(transform):
     np.testing.assert_allclose(merge_adapter(alone, PLAIN[0].name)(x), before, rtol=1e-5, atol=1e-6)
 
 
+class TiedBack(nnx.Module):
+    """A layer that runs, and whose weight is read for the way back."""
+
+    def __init__(self):
+        self.up = nnx.Linear(8, 4, use_bias=False, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        assert self.up.kernel.shape == (8, 4)  # reads no value
+        return self.up(x) @ self.up.kernel[...].T
+
+
+@pytest.mark.parametrize("transform", [lambda run: run, nnx.jit])
+def test_a_layer_that_runs_while_its_weight_is_read_is_named_and_not_merged(transform):
+    model, x = apply_lora(TiedBack(), PLAIN, targets="up"), normal(0, (4, 8))
+
+    def within(call):
+        @transform
+        def run(model, x):
+            with use_adapters(PLAIN, only=0, train=False):
+                return call(model, x)
+
+        return run(model, x)
+
+    within(lambda model, x: model.up(x) * model.up.kernel.shape[0])  # warns of nothing
+    merge_adapter(nnx.clone(model), PLAIN[0].name)
+    with pytest.warns(UserWarning, match=r"\[lora.uncalled\] .*something else read their weights: up\."):
+        within(lambda model, x: model(x))
+    with pytest.raises(ConfigError, match=r"lora\.uncalled.*read their weights: up\."):
+        merge_adapter(model, PLAIN[0].name)
+
+
+def test_a_frozen_weight_is_set_in_a_context_as_outside():
+    model = apply_lora(TiedBack(), PLAIN, targets="up")
+    with use_adapters(PLAIN, only=0, train=False, allow_uncalled=True):
+        model.up.kernel[...] = filled(2.0, 8, 4)
+        assert isinstance(model.up.kernel, nnx.Param)
+        model.up(normal(0, (4, 8)))
+    np.testing.assert_array_equal(model.up.kernel[...], filled(2.0, 8, 4))
+
+
 def test_parts_of_a_model_run_in_contexts_that_say_so():
     x = normal(0, (4, 8))
     model = apply_lora(

@@ -1,5 +1,7 @@
 """Texts about models that cannot be adapted as asked: they tell which classes there are and why each was not taken."""
 
+import ast
+import re
 import warnings
 
 import jax
@@ -111,6 +113,105 @@ def test_a_printed_line_for_linen_pasted_is_accepted():
     lora = eval(pasted, {"LinenLoRA": LinenLoRA, "Gated": Gated, "specs": [LAW]})
     adapters = lora.init(model, variables, x)
     assert len(jax.tree.leaves(adapters)) == 4
+
+
+class Unknown(Product):
+    pass
+
+
+class ByColumn(Product):
+    def __call__(self, x):
+        return jnp.tensordot(x, self.w_out[...] * jnp.arange(8.0), 1)
+
+
+class Counting(nnx.Linear):
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return super().__call__(x)
+
+
+class Dropping(nnx.Linear):
+    def __init__(self, rngs):
+        super().__init__(8, 8, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return super().__call__(self.drop(x))
+
+
+class Tied(nnx.Module):
+    def __init__(self, embed):
+        self.embed, self.kernel = embed, embed.kernel
+
+    def __call__(self, x):
+        return x @ self.kernel[...].T
+
+
+def linear(seed=0, **options):
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(seed), **options)
+
+
+def between(odd):
+    """A model with a layer of a kind between ordinary ones."""
+    return nnx.Dict(layers=nnx.List([nnx.Dict(up=linear(), odd=odd), nnx.Dict(up=linear(), only=linear())]))
+
+
+REFUSALS = {  # name: the odd layer, targets, more arguments
+    "no known product": (lambda: Unknown(8, 8), "odd", {}),
+    "scaled by column": (lambda: ByColumn(8, 8), "all-linear", {}),
+    "counts its calls": (lambda: Counting(8, 8, rngs=nnx.Rngs(0)), "all-linear", {}),
+    "draws": (lambda: Dropping(nnx.Rngs(0)), ("odd", "up"), {}),
+    "batch axes": (lambda: nnx.LinearGeneral(8, 8, batch_axis={0: 3}, rngs=nnx.Rngs(0)), ("up", "odd"), {}),
+    "one weight": (lambda: Tied(linear()), "all-linear", {}),
+    "normed": (lambda: nnx.WeightNorm(linear(), rngs=nnx.Rngs(0)), "layers.*", {}),
+    "named and normed": (lambda: nnx.SpectralNorm(linear(), rngs=nnx.Rngs(0)), "layers.0.odd.layer_instance", {}),
+    "several": (lambda: nnx.Dict(up=nnx.Conv(8, 8, (1,), rngs=nnx.Rngs(0))), "up", {}),
+    "in one layer only": (linear, "only", {}),
+    "misspelt": (linear, "onyl", {}),
+    "all excluded": (linear, "up", {"exclude": "up"}),
+    "none excluded": (linear, "all-linear", {"exclude": "upp"}),
+    "no head": (linear, "all-linear", {"heads": "haed"}),
+}
+
+
+def advice(text):
+    """What a text says in code: lines to run, and arguments."""
+    lines = re.findall(r"register_linear\(\w+, .*\)$", text, re.MULTILINE)
+    options = {name: ast.literal_eval(value) for name, value in re.findall(r"(exclude)=(\[.*?\]|'.*?')", text)}
+    options |= {"allow_partial": True} if "allow_partial=True" in text else {}
+    if names := re.search(r"targets: .*some of \[(.*)\]", text):
+        options["targets"] = names[1].split(", ")[0]
+    if "leave it out of targets" in text:
+        options["targets"] = "up"
+    if names := re.search(r"(exclude|heads) '.*' matches no(?s:.*)fix: some of (\[.*\])", text):
+        options[names[1]] = ast.literal_eval(names[2])[0]
+    if "fix: exclude less" in text:
+        options["exclude"] = ()
+    return lines, options
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_a_refusal_says_in_code_is_accepted(name):
+    make, targets, given = REFUSALS[name]
+    given, lines = {"targets": targets, **given}, []
+    for _ in range(3):
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model = apply_lora(between(make()), [LAW], **given)
+                for layer in (model.layers[0].up, model.layers[0].odd):
+                    jax.eval_shape(layer, jnp.ones((3, 8))) if hasattr(layer, "lora_plan") else None
+            lines, options = advice("".join(str(warning.message) for warning in caught))
+            if not lines and not options:
+                return
+        except ConfigError as error:
+            lines, options = advice(str(error))
+        given |= options
+        for line in lines:
+            eval(line, {"register_linear": lf.register_linear, "Unknown": Unknown, "ByColumn": ByColumn})
+    raise AssertionError(f"what the texts say is never enough: {given}, {lines}")
 
 
 @pytest.mark.wrong_types
