@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,12 +39,20 @@ from lorafusion_jax.weights.table import NONE
 
 # Commands of other programs that load exported adapters.
 
-# Model types whose class in vLLM 0.33 took every tensor of an adapter on fused experts.
-FUSED_EXPERTS = ("gpt_oss",)
+# Model types, by what their classes in vLLM 0.33 did with folders of ours. Experts in one tensor, as PEFT writes them:
+# taken as they are, or where the server and the adapter say so; no other type takes them.
+FUSED_EXPERTS = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
+FLAGGED_EXPERTS = (
+    "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared", "mistral4",
+    "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+EXPERTS_FLAG, EXPERTS_KEY = "--enable-mixed-moe-lora-format", "is_3d_lora_weight"
+WITHOUT_LORA = ("bamba", "stablelm")
+SPLIT = {"glm4": "gate_up_proj"}  # a projection that vLLM reads in two parts only
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes
 
 
-def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], *, fused_experts: bool = True) -> list[str]:
+def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], model_type: str = "llama") -> list[str]:
     """Returns the commands that load PEFT folders with the meaning that they were trained with.
 
     Both programs know one alpha of an adapter, and llama.cpp divides it by the rank even with rsLoRA. vLLM tells the
@@ -51,17 +61,24 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], *, fuse
     Args:
         base: folder or hub name of the base model.
         folders: the exported adapters by name.
-        fused_experts: vLLM takes the experts of a layer in one tensor, as PEFT writes them; see `FUSED_EXPERTS`.
+        model_type: of the base as it is published; see `type_of`.
 
     >>> commands("org/base", {"law": (AdapterSpec(name="law", rank=12, alpha=24), Path("out/law"))})[0]
     'vllm serve org/base --enable-lora --max-lora-rank 16 --lora-modules law=out/law'
     """
     plain = {name: pair for name, pair in folders.items() if _is_plain(pair[0])}
     lines = []
-    vllm_folders = {name: pair for name, pair in plain.items() if fused_experts or not pair[0].on_experts}
+    vllm_folders = {name: pair for name, pair in plain.items() if _in_vllm(pair[0], model_type)}
     if vllm_folders and (rank := _served_rank(max(spec.rank for spec, _ in vllm_folders.values()))) is not None:
-        modules = " ".join(f"{name}={folder}" for name, (_, folder) in vllm_folders.items())
-        lines.append(f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {modules}")
+        flagged = [name for name, (spec, _) in vllm_folders.items() if needs_flag(spec, model_type)]
+        modules = " ".join(
+            shlex.quote(json.dumps({"name": name, "path": str(folder), EXPERTS_KEY: True}))
+            if name in flagged
+            else f"{name}={folder}"
+            for name, (_, folder) in vllm_folders.items()
+        )
+        flag = f"{EXPERTS_FLAG} " if flagged else ""
+        lines.append(f"vllm serve {base} --enable-lora {flag}--max-lora-rank {rank} --lora-modules {modules}")
     lines += [
         f"python convert_lora_to_gguf.py --base {base} {folder}"
         for spec, folder in plain.values()
@@ -70,8 +87,20 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], *, fuse
     return lines
 
 
-def takes_fused_experts(base: ModelConfig) -> bool:
-    return (base.wrapper or base.family) in FUSED_EXPERTS
+def type_of(base: ModelConfig) -> str:
+    """The model type of a base as it is published."""
+    return base.wrapper or base.family
+
+
+def needs_flag(spec: AdapterSpec, model_type: str) -> bool:
+    """Whether vLLM takes an adapter where server and request say that its experts are in one tensor."""
+    return spec.on_experts and model_type in FLAGGED_EXPERTS
+
+
+def _in_vllm(spec: AdapterSpec, model_type: str) -> bool:
+    if model_type in WITHOUT_LORA or SPLIT.get(model_type) in spec.targets:
+        return False
+    return not spec.on_experts or model_type in (*FUSED_EXPERTS, *FLAGGED_EXPERTS)
 
 
 def _is_plain(spec: AdapterSpec) -> bool:
@@ -131,10 +160,8 @@ def command(
     if not merge:
         specs = {name: exported_spec(adapter_spec(config.adapter(name))) for name in sources}
         base = config.base.hub_id or str(config.base.model)
-        experts = any(spec.on_experts for spec in specs.values())
-        fused = not experts or takes_fused_experts(ModelConfig.from_hf(base_directory(config)))
         folders = {name: (specs[name], targets[name]) for name in sources}
-        for line in commands(base, folders, fused_experts=fused)[:MOST_COMMANDS]:
+        for line in commands(base, folders, type_of(ModelConfig.from_hf(base_directory(config))))[:MOST_COMMANDS]:
             console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
     first = next(iter(sources), "")
     if merge:

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -17,7 +18,7 @@ import typer
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.cli.common import RunPath, next_command
-from lorafusion_jax.cli.export import commands, exported_folder, takes_fused_experts
+from lorafusion_jax.cli.export import EXPERTS_FLAG, EXPERTS_KEY, commands, exported_folder, needs_flag, type_of
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import ConfigError, RunError, shortened_text
 from lorafusion_jax.families.model import ModelConfig
@@ -61,11 +62,10 @@ def command(
     config = folder.read_config()
     source = exported_folder(folder, [entry.name for entry in config.adapters], adapter, step)
     spec = exported_spec(adapter_spec(config.adapter(adapter)))
-    fused = True  # what SGLang does with experts was not tried, so it answers itself
-    if vllm is not None and spec.on_experts:
-        fused = takes_fused_experts(ModelConfig.from_hf(base_directory(config)))
-    base = config.base.hub_id or str(config.base.model)
-    lines = commands(base, {adapter: (spec, source)}, fused_experts=fused)
+    # what SGLang does with experts was not tried, so it answers itself
+    model_type = "gpt_oss" if vllm is None else type_of(ModelConfig.from_hf(base_directory(config)))
+    base, flagged = config.base.hub_id or str(config.base.model), vllm is not None and needs_flag(spec, model_type)
+    lines = commands(base, {adapter: (spec, source)}, model_type)
     if not any(line.startswith("vllm") for line in lines):
         message = f"{adapter} has a form that servers do not load as an adapter."
         fix = f"lorafusion export {run} {adapter} --merge --to FOLDER, and serve the merged model"
@@ -73,8 +73,9 @@ def command(
     kind = "vllm" if vllm is not None else "sglang"
     before, behind = START[kind]
     start = f"{before} {base} {behind.format(rank=lines[0].split('--max-lora-rank ')[1].split()[0])}"
+    start += f" {EXPERTS_FLAG}" if flagged else ""
     server = Server(url=_checked_url(vllm or sglang or ""), key=_read_key(key_file), timeout_s=timeout_s, start=start)
-    load = {"vllm": _into_vllm, "sglang": _into_sglang}[kind]
+    load = {"vllm": partial(_into_vllm, flagged=flagged), "sglang": _into_sglang}[kind]
     console, served_name = out(), name or adapter
     ask = load(server, served_name, path or str(source.resolve()))
     console.print(
@@ -134,11 +135,13 @@ class Server:
 Ask = Callable[[str, int], str]
 
 
-def _into_vllm(server: Server, name: str, path: str) -> Ask:
+def _into_vllm(server: Server, name: str, path: str, *, flagged: bool) -> Ask:
     if name in _models(server):
         fix = f"--as {name}-2, or POST {server.url}/v1/unload_lora_adapter with {json.dumps({'lora_name': name})}"
         raise RunError("handover.exists", f"{server.url} has a model '{name}' already.", fix=fix)
-    server.request("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+    server.request(
+        "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path} | ({EXPERTS_KEY: True} if flagged else {})
+    )
     if name not in (models := _models(server)):
         raise server.refused("/v1/models", f"'{name}' is not among its models: {', '.join(sorted(models))}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -107,8 +109,21 @@ def test_other_programs_are_named_where_they_keep_the_meaning_of_an_adapter():
     assert "med" not in mixed[0]
     experts = replace(plain, targets=("q_proj", "experts_gate_up_proj", "experts_down_proj"))
     folders = {"law": (experts, folder), "med": (replace(plain, rslora=True), Path("out/med"))}
-    assert "law=out/law med=out/med" in commands("base", folders)[0]
-    assert "law" not in commands("base", folders, fused_experts=False)[0]  # vLLM refuses the folder
+    assert "law=out/law med=out/med" in commands("base", folders, "gpt_oss")[0]
+    assert "law" not in commands("base", folders, "mixtral")[0]  # vLLM would leave out the experts
+    *_, law, med = shlex.split(commands("base", folders, "olmoe")[0])
+    assert (json.loads(law), med) == ({"name": "law", "path": "out/law", "is_3d_lora_weight": True}, "med=out/med")
+    assert "--enable-mixed-moe-lora-format" in commands("base", folders, "olmoe")[0]
+
+
+@pytest.mark.parametrize(("model_type", "target", "served"), [
+    ("bamba", "q_proj", False), ("glm4", "gate_up_proj", False), ("glm4", "o_proj", True),
+    ("phi3", "gate_up_proj", True),
+])  # fmt: skip
+def test_no_command_is_printed_for_what_vllm_does_not_load(model_type, target, served):
+    spec = AdapterSpec(name="law", rank=8, alpha=8, targets=(target,))
+    lines = commands("base", {"law": (spec, Path("out/law"))}, model_type)
+    assert [line.split()[0] for line in lines] == ["vllm", "python"][not served :]
 
 
 def test_an_export_names_no_folder_of_its_run_and_its_card_is_one_for_the_hub(lorafusion, finished, tmp_path):

@@ -32,6 +32,7 @@ class Stub(BaseHTTPRequestHandler):
                 self.answer(400, {"error": {"message": why}, "success": False, "error_message": why})
             else:
                 loaded[body["lora_name"]] = body["lora_path"]
+                self.server.last_load = body
                 text = {"success": True} if self.path == "/load_lora_adapter" else "Success: added successfully."
                 self.answer(200, text)
         elif self.path == "/generate":
@@ -104,6 +105,11 @@ def test_vllms_rule_of_experts_is_not_sglangs(lorafusion, finished, server, monk
     assert lorafusion("handover", run, "law", "--vllm", server.url).errors == ["handover.form"]
     assert server.adapters == {}
     assert lorafusion("handover", run, "law", "--sglang", server.url).code == 0
+    monkeypatch.setattr("lorafusion_jax.cli.handover.type_of", lambda base: "qwen3_moe")
+    assert lorafusion("handover", run, "law", "--vllm", server.url, "--as", "experts").code == 0
+    assert server.last_load == {
+        "lora_name": "experts", "lora_path": server.adapters["experts"], "is_3d_lora_weight": True,
+    }  # fmt: skip
 
 
 def test_mistakes_are_named(lorafusion, finished, server):

@@ -15,7 +15,7 @@ from test_drawn_families import FORWARD, ROWS
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
-from lorafusion_jax.cli.export import takes_fused_experts
+from lorafusion_jax.cli.export import commands, type_of
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.multimodal import WRAPPERS
 from lorafusion_jax.families.table import FAMILIES
@@ -282,12 +282,13 @@ def test_vllm_reads_a_folder_of_every_family(family, tmp_path):
         module, matrix, leaf = name.rsplit(".", 2)
         assert (root, matrix in ("lora_A", "lora_B"), leaf) == ("", True, "weight")
         modules.setdefault(module, set()).add(matrix)
+    served = commands("base", {"law": (spec, folder)}, type_of(config))[:1]
     assert all(matrices == {"lora_A", "lora_B"} for matrices in modules.values())
     for module in modules:
         module = module.replace(".language_model", "")
         parent, _, last = module.removesuffix(".base_layer").rpartition(".")
         if last == "experts":  # beside the router, in the module where the checkpoint has it; others are refused
-            assert any(name.startswith(f"{parent}.") for name in names) or not takes_fused_experts(config), module
+            assert any(name.startswith(f"{parent}.") for name in names) or not served, module
         else:
             assert last in VLLM_LINEARS, module
             assert f"{module}.weight" in names, module  # as the base is published
