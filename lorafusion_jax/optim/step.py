@@ -46,6 +46,10 @@ class Group(NamedTuple):
     lr_group: str | None = None
     decay: bool = True
 
+    @property
+    def label(self) -> str:
+        return f"{self.lr_group or 'lr'}{'' if self.decay else ', no decay'}"
+
 
 def hyper(settings: OptimizerSettings, lr: float) -> Hyper:
     """The numbers of a step at a learning rate. Options that are not set have the optimizer's defaults."""
@@ -93,15 +97,11 @@ def transformation(
     if len(different) <= 1:
         return build(different[0] if different else Group())
     members = {group: [name for name, member_group in groups.items() if member_group == group] for group in different}
-    return _in_groups({_label(group): (names, build(group)) for group, names in members.items()})
+    return _in_groups({group.label: (names, build(group)) for group, names in members.items()})
 
 
 def _effective(group: Group, numbers: Hyper) -> Group:
     return group if group.lr_group in numbers.lr_ratios else group._replace(lr_group=None)
-
-
-def _label(group: Group) -> str:
-    return f"{group.lr_group or 'lr'}{'' if group.decay else ', no decay'}"
 
 
 def _in_groups(

@@ -27,6 +27,8 @@ class Optimizer:
         states_per_weight: float32 numbers that it stores per weight, for the memory plan.
         per_layer: treats every layer of a stacked leaf as a separate parameter. It is needed if a parameter's shape or
             norm matters, as in a factored second moment; elementwise optimizers do not need it.
+        elementwise: what it does to a number depends on that number, its gradient and its state alone, in leaves of any
+            shape. Then all leaves are stepped as one array, which compiles much faster.
 
     Example:
         >>> sorted(OPTIMIZERS["adamw"].options)
@@ -37,6 +39,7 @@ class Optimizer:
     states_per_weight: float
     options: Mapping[str, float] = field(default_factory=dict)
     per_layer: bool = False
+    elementwise: bool = False
 
 
 def _adamw(lr: Any, weight_decay: Any, numbers: Mapping[str, Any]) -> Any:
@@ -70,10 +73,12 @@ def _lion(lr: Any, weight_decay: Any, numbers: Mapping[str, Any]) -> Any:
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
-    "adamw": Optimizer(build=_adamw, states_per_weight=2, options={"b1": 0.9, "b2": 0.999, "eps": 1e-8}),
-    "sgd": Optimizer(build=_sgd, states_per_weight=1, options={"momentum": 0.0}),
+    "adamw": Optimizer(
+        build=_adamw, states_per_weight=2, options={"b1": 0.9, "b2": 0.999, "eps": 1e-8}, elementwise=True
+    ),
+    "sgd": Optimizer(build=_sgd, states_per_weight=1, options={"momentum": 0.0}, elementwise=True),
     "adafactor": Optimizer(build=_adafactor, states_per_weight=1, per_layer=True),
-    "lion": Optimizer(build=_lion, states_per_weight=1, options={"b1": 0.9, "b2": 0.99}),
+    "lion": Optimizer(build=_lion, states_per_weight=1, options={"b1": 0.9, "b2": 0.99}, elementwise=True),
 }
 
 

@@ -15,11 +15,13 @@ import numpy as np
 from jax import Array
 
 from lorafusion_jax.config.schema import OptimSettings
-from lorafusion_jax.optim.step import Hyper, transformation, zero_hyper
+from lorafusion_jax.optim.step import Hyper
+from lorafusion_jax.optim.table import optimizer as find_optimizer
 from lorafusion_jax.session import adapter_step
 from lorafusion_jax.session import leaves as lv
 from lorafusion_jax.session.adapter_step import BatchSummary, Totals
 from lorafusion_jax.session.device_copy import InParts, cut, find_cuts
+from lorafusion_jax.session.joined_leaves import JoinedLeaves
 from lorafusion_jax.session.leaves import Leaves, Own, Place
 from lorafusion_jax.session.mesh import StageMesh
 from lorafusion_jax.session.stage_columns import StageColumns
@@ -40,6 +42,7 @@ class AdapterPrograms:
         self._stage, self._columns = stage, columns
         self.compiled: dict[tuple[Hashable, ...], Any] = {}
         self._copied: dict[tuple[Hashable, ...], Any] = {}  # shapes of what `copy_state` copies
+        self._joined: dict[tuple[Hashable, ...], JoinedLeaves] = {}
 
     def _jit(
         self, key: tuple[Hashable, ...], function: Callable, *, donate: tuple[int, ...] = (), out: Any = None
@@ -50,16 +53,34 @@ class AdapterPrograms:
             self.compiled[key] = jax.jit(function, donate_argnums=donate, out_shardings=out)
         return self.compiled[key]
 
-    def close_batch(self, own_columns: Own, adapter: Place, sums: Leaves, totals: Totals | None, alive: Array):
+    def joined(self, own_columns: Own, optim: OptimSettings, leaves: Leaves, *, lead: int = lv.WEIGHTS) -> JoinedLeaves:
+        """Returns the vectors of an adapter's trainable leaves: those that its optimizer treats alike are joined."""
+        elementwise = find_optimizer(optim.name).elementwise
+        key = own_columns, elementwise, *optim.lr_ratios
+        if key not in self._joined:
+            self._joined[key] = JoinedLeaves.of(
+                self._columns.trained,
+                own_columns,
+                {name: leaf.shape[lead - lv.WEIGHTS :] for name, leaf in leaves.items()},
+                lr_groups=optim.lr_ratios,
+                apart=self._columns.twins if elementwise else leaves.keys(),
+            )
+        return self._joined[key]
+
+    def close_batch(
+        self, own_columns: Own, optim: OptimSettings, adapter: Place, sums: Leaves, totals: Totals | None, alive: Array
+    ):
         """Extracts an adapter's gradient from the sums and adds it up over replicas. Reads only its own columns.
 
         Returns:
-            (gradient, BatchSummary, finite per leaf in order of names, sums and totals with the adapter's part cleared)
+            (gradient in vectors, BatchSummary, `JoinedLeaves.first_not_finite`, sums and totals with the adapter's part
+            cleared)
         """
-        close = partial(adapter_step.close_batch, self._columns.trained, own_columns, self._columns.twins)
+        joined = self.joined(own_columns, optim, sums, lead=lv.SUMS)
+        close = partial(adapter_step.close_batch, self._columns.trained, own_columns, joined, self._columns.twins)
         everywhere, rows, devices = self._stage.everywhere, self._stage.by_replica, self._stage.by_device
         out = (everywhere, everywhere, everywhere, devices, rows)
-        program = self._jit(("close", own_columns), close, donate=(1, 2), out=out)
+        program = self._jit(("close", own_columns, joined.vectors), close, donate=(1, 2), out=out)
         return program(adapter, sums, totals, alive)
 
     def join_twins(self, embed: Array, head: Array, summary: BatchSummary) -> tuple[Array, BatchSummary]:
@@ -81,25 +102,31 @@ class AdapterPrograms:
         several stages the caller also gets the arrays from before the step, see `put_back`.
 
         Returns:
-            (lora, optimizer, alive, finite per written leaf in order of names and for the optimizer state, the
-            adapter's weights before the step; None with one stage)
+            (lora, optimizer, alive, `JoinedLeaves.first_not_finite`, the adapter's weights before the step in vectors;
+            None with one stage)
         """
         alone = len(summaries) == 1
         key = ("step", own_columns, optim.name, optim.clip > 0, *optim.lr_ratios, alone)
-        step = partial(adapter_step.step, self._columns.trained, own_columns, optim)
+        step = partial(
+            adapter_step.step, self._columns.trained, own_columns, self.joined(own_columns, optim, lora), optim
+        )
         # `alive` is not donated: it is a few bytes, and others wait for it to know that the step is done
         program = self._jit(key, step, donate=(1, 3) if alone else (1,))
         return program(adapter, lora, gradient, optimizer, alive, tuple(summaries), numbers)
 
-    def put_back(self, adapter: Place, lora: Leaves, earlier: Leaves, alive: Array):
+    def put_back(
+        self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves, earlier: Leaves, alive: Array
+    ):
         """Restores earlier weights of an adapter and marks it as not alive, so that later steps are refused.
 
         Returns:
             (lora, alive)
         """
-        key = ("put back", tuple(earlier), tuple(leaf.shape for leaf in earlier.values()))
-        program = self._jit(key, partial(adapter_step.put_back, self._columns.trained), donate=(1,))
-        return program(adapter, lora, earlier, alive)
+        joined = self.joined(own_columns, optim, lora)
+        put_back = partial(adapter_step.put_back, self._columns.trained, joined)
+        return self._jit(("put back", own_columns, joined.vectors), put_back, donate=(1,))(
+            adapter, lora, earlier, alive
+        )
 
     def revive(self, adapter: Place, alive: Array) -> Array:
         """Marks an adapter as alive."""
@@ -149,16 +176,18 @@ class AdapterPrograms:
         return program(adapter, sums, totals, new_sums, new_totals)
 
     def copy_state(self, own_columns: Own, adapter: Place, leaves: Leaves, optimizer: Any) -> tuple[Any, Any]:
-        """Copies one adapter's leaves and its optimizer state, each array as `InParts`."""
+        """Copies one adapter's leaves and its optimizer state, each array as `InParts`.
+
+        The leaves are in vectors, see `all_joined`.
+        """
         columns = self._columns.all
 
         def state(adapter: Place, leaves: Leaves, optimizer: Any) -> tuple[Any, Any]:
-            return lv.take(leaves, columns, own_columns, adapter.first), optimizer
+            joined = self.all_joined(own_columns, leaves)
+            return joined.join(lv.windows_of(leaves, columns, own_columns, adapter.first)), optimizer
 
         def copy(*arguments: Any) -> Any:
-            leaves, optimizer = state(*arguments)
-            parts = {name: cut(leaf, *_cuts(leaf)) if _cuts(leaf)[1] > 1 else [leaf] for name, leaf in leaves.items()}
-            return parts, jax.tree.map(lambda leaf: cut(leaf, *_cuts(leaf)), optimizer)
+            return jax.tree.map(lambda leaf: cut(leaf, *_cuts(leaf)), state(*arguments))
 
         arguments = adapter, leaves, optimizer
         key = ("copy", own_columns, jax.tree.structure(optimizer))
@@ -166,6 +195,10 @@ class AdapterPrograms:
             self._copied[key] = jax.eval_shape(state, *arguments)
         parts = self._jit(key, copy)(*arguments)
         return jax.tree.map(lambda leaf, pieces: InParts(leaf.shape, pieces, _cuts(leaf)[0]), self._copied[key], parts)
+
+    def all_joined(self, own_columns: Own, leaves: Leaves) -> JoinedLeaves:
+        """Returns the vectors in which `copy_state` copies an adapter's leaves, constant ones included."""
+        return JoinedLeaves.of(self._columns.all, own_columns, {name: leaf.shape for name, leaf in leaves.items()})
 
     def put(self, leaves: Leaves, first: Array, adapter_leaves: Leaves) -> Leaves:
         """Writes some leaves of one adapter, trainable or constant ones."""
@@ -191,9 +224,8 @@ class AdapterPrograms:
 
     def init_optimizer(self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves) -> Any:
         """Returns the initial optimizer state of one adapter."""
-        trained = self._columns.trained
-        optimizer = transformation(optim, zero_hyper(optim), adapter_step.groups(trained, own_columns))
-        return optimizer.init(lv.take(lora, trained, own_columns, adapter.first))
+        joined = self.joined(own_columns, optim, lora)
+        return adapter_step.first_optimizer(self._columns.trained, own_columns, joined, optim, adapter, lora)
 
 
 def _cuts(leaf: Any) -> tuple[int, int]:

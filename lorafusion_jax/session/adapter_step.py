@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 
 from lorafusion_jax.config.schema import OptimSettings
-from lorafusion_jax.optim.step import Group, Hyper, clipped, transformation
+from lorafusion_jax.optim.step import Hyper, clipped, transformation, zero_hyper
+from lorafusion_jax.optim.table import optimizer as find_optimizer
 from lorafusion_jax.session import leaves as lv
+from lorafusion_jax.session.joined_leaves import JoinedLeaves
 from lorafusion_jax.session.leaves import Columns, Leaves, Own, Place
 
 Totals = dict[str, Array]  # "loss" and metrics of each adapter, [R, A]
@@ -37,24 +39,32 @@ class BatchSummary(NamedTuple):
 
 
 def close_batch(
-    columns: Mapping[str, Columns], own_columns: Own, twins: frozenset[str], adapter: Place, sums: Leaves,
-    totals: Totals | None, alive: Array,
+    columns: Mapping[str, Columns], own_columns: Own, joined: JoinedLeaves, twins: frozenset[str], adapter: Place,
+    sums: Leaves, totals: Totals | None, alive: Array,
 ):  # fmt: skip
     """See `AdapterPrograms.close_batch`. Squares of `twins` are counted by `join_twins`."""
     index = adapter.index
-    adapter_sums = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
+    vectors = joined.join(lv.windows_of(sums, columns, own_columns, adapter.first, lead=lv.SUMS), lead=1)
+    # Sums are cleared after they were read: otherwise XLA copies those of all adapters first.
+    vectors, sums = lax.optimization_barrier((vectors, sums))
     # Each device has summed by itself; gradients are exchanged here, once per global batch.
-    gradient = {name: leaf.sum(0) for name, leaf in adapter_sums.items()}
-    finite = _finite_leaves(gradient)
+    gradient = {name: vector.sum(0) for name, vector in vectors.items()}
+    bad = joined.first_not_finite(gradient)
     square_sums = [jnp.sum(jnp.square(gradient[name])) for name in sorted(gradient) if name not in twins]
     squares = jnp.sum(jnp.stack(square_sums)) if square_sums else jnp.zeros(())
     mine = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
     loss = mine.pop("loss", jnp.zeros(()))
-    summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)
-    zero_totals = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
+    summary = BatchSummary(squares, ((bad > len(own_columns)) & alive[index]).astype(jnp.float32), loss, mine)
     # Only this adapter's part is cleared: other adapters may be in the middle of their batches.
-    zeros = jax.tree.map(jnp.zeros_like, adapter_sums)
-    return gradient, summary, finite, lv.put(sums, columns, adapter.first, zeros, lead=lv.SUMS), zero_totals
+    zero_totals = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
+    return gradient, summary, bad, _clear(sums, columns, own_columns, adapter), zero_totals
+
+
+def _clear(sums: Leaves, columns: Mapping[str, Columns], own_columns: Own, adapter: Place) -> Leaves:
+    """Returns the sums with zeros for an adapter."""
+    shapes = jax.eval_shape(lambda: lv.windows_of(sums, columns, own_columns, adapter.first, lead=lv.SUMS))
+    zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+    return lv.put(sums, columns, adapter.first, zeros, lead=lv.SUMS)
 
 
 def join_twins(embed: Array, head: Array, summary: BatchSummary) -> tuple[Array, BatchSummary]:
@@ -65,8 +75,8 @@ def join_twins(embed: Array, head: Array, summary: BatchSummary) -> tuple[Array,
 
 
 def step(
-    columns: Mapping[str, Columns], own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves,
-    gradient: Leaves, optimizer: Any, alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
+    columns: Mapping[str, Columns], own_columns: Own, joined: JoinedLeaves, optim: OptimSettings, adapter: Place,
+    lora: Leaves, gradient: Leaves, optimizer: Any, alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
 ):  # fmt: skip
     """See `AdapterPrograms.step`."""
     healthy = alive[adapter.index]
@@ -77,27 +87,54 @@ def step(
         norm = jnp.sqrt(sum(summary.squares for summary in summaries))
         healthy &= jnp.isfinite(norm)
         gradient = clipped(gradient, norm, numbers.clip)
-    weights = lv.take(lora, columns, own_columns, adapter.first)
-    changes, stepped = transformation(optim, numbers, groups(columns, own_columns)).update(gradient, optimizer, weights)
-    moved = optax.apply_updates(weights, changes)
-    finite = jnp.append(_finite_leaves(moved), _all_finite(stepped))
-    healthy &= jnp.all(finite)
+    weights = joined.join(lv.windows_of(lora, columns, own_columns, adapter.first))
+    # Rounding would depend on the adapter's position, see `leaves.take`.
+    weights = lax.optimization_barrier(weights)
+    changes, stepped = _transform(joined, optim, numbers).update(gradient, optimizer, weights)
+    moved: Any = optax.apply_updates(weights, changes)
+    bad = joined.first_not_finite(moved, stepped)
+    healthy &= bad > len(own_columns)
     # Selected, so that a refused step leaves every bit as it was, also where the new value is NaN.
     moved, stepped = jax.tree.map(partial(jnp.where, healthy), (moved, stepped), (weights, optimizer))
+    # Or XLA repeats the selection in the write of every leaf.
+    moved = lax.optimization_barrier(moved)
     # With one stage no other can refuse the step, so nothing is ever put back.
     before = weights if len(summaries) > 1 else None
-    return lv.put(lora, columns, adapter.first, moved), stepped, alive.at[adapter.index].set(healthy), finite, before
+    changed = lv.put(lora, columns, adapter.first, joined.split(moved))
+    return changed, stepped, alive.at[adapter.index].set(healthy), bad, before
+
+
+def first_optimizer(
+    columns: Mapping[str, Columns], own_columns: Own, joined: JoinedLeaves, optim: OptimSettings, adapter: Place,
+    lora: Leaves,
+) -> Any:  # fmt: skip
+    """See `AdapterPrograms.first_optimizer`."""
+    weights = joined.join(lv.take(lora, columns, own_columns, adapter.first))
+    return _transform(joined, optim, zero_hyper(optim)).init(weights)
+
+
+def _transform(joined: JoinedLeaves, optim: OptimSettings, numbers: Hyper) -> optax.GradientTransformation:
+    """Returns an adapter's optimizer of vectors. If shapes matter to it, it gets the leaves, which have one each."""
+    built = transformation(optim, numbers, joined.groups)
+    if find_optimizer(optim.name).elementwise:
+        return built
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        changes: Any
+        changes, stepped = built.update(joined.split(updates), state, joined.split(params))
+        return joined.join(changes), stepped
+
+    return optax.GradientTransformation(lambda params: built.init(joined.split(params)), update)
 
 
 def write(
-    columns: Mapping[str, Columns], owned: Own, adapter: Place, lora: Leaves, sums: Leaves,
+    columns: Mapping[str, Columns], own_columns: Own, adapter: Place, lora: Leaves, sums: Leaves,
     totals: Totals | None, alive: Array, new_weights: Leaves,
 ):  # fmt: skip
     """See `AdapterPrograms.write`."""
-    zeros = jax.tree.map(jnp.zeros_like, lv.take(sums, columns, owned, adapter.first, lead=lv.SUMS))
     return (
         lv.put(lora, columns, adapter.first, new_weights),
-        lv.put(sums, columns, adapter.first, zeros, lead=lv.SUMS),
+        _clear(sums, columns, own_columns, adapter),
         jax.tree.map(lambda total: total.at[:, adapter.index].set(0.0), totals),
         alive.at[adapter.index].set(True),
     )
@@ -120,23 +157,8 @@ def put_sums(
     return lv.put(sums, columns, adapter.first, new_sums, lead=lv.SUMS), None if totals is None else all_totals
 
 
-def groups(columns: Mapping[str, Columns], own_columns: Own) -> dict[str, Group]:
-    """Returns how the optimizer treats each leaf of an adapter."""
-    leaves = {name: columns[name].leaf for name, _ in own_columns}
-    return {name: Group(leaf.lr_group, leaf.decay) for name, leaf in leaves.items()}
-
-
-def put_back(columns: Mapping[str, Columns], adapter: Place, lora: Leaves, earlier: Leaves, alive: Array):
+def put_back(
+    columns: Mapping[str, Columns], joined: JoinedLeaves, adapter: Place, lora: Leaves, earlier: Leaves, alive: Array
+):
     """See `AdapterPrograms.put_back`."""
-    return lv.put(lora, columns, adapter.first, earlier), alive.at[adapter.index].set(False)
-
-
-def _finite_leaves(leaves: Any) -> Array:
-    """Whether all of a leaf is finite, for each leaf in order of names."""
-    finite = [jnp.all(jnp.isfinite(leaves[name])) for name in sorted(leaves)]
-    return jnp.stack(finite) if finite else jnp.ones(0, bool)
-
-
-def _all_finite(tree: Any) -> Array:
-    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats])) if floats else jnp.bool_(True)
+    return lv.put(lora, columns, adapter.first, joined.split(earlier)), alive.at[adapter.index].set(False)

@@ -26,7 +26,7 @@ class ClosedBatch(NamedTuple):
 
     stage: int
     summary: BatchSummary
-    finite: Array  # per leaf
+    bad: Array  # number of the first leaf that is not finite, see `JoinedLeaves.first_not_finite`
 
 
 class StepResult:
@@ -77,26 +77,22 @@ def in_order(closed: Sequence[Future[ClosedBatch]]) -> list[ClosedBatch]:
 
 def not_finite(stages: Sequence[AnyStage], adapter: int, result: StepResult) -> str | None:
     """Describes what was not finite in a refused step, with stage and layers. None if it was the loss."""
-    names = [stage.leaf_names(adapter) for stage in stages]
-    if bad := _first_bad(stages, names, [to_local(result.finite) for result in result.closed]):
+    if bad := _first_bad(stages, adapter, [batch.bad for batch in result.closed]):
         return f"gradient not finite ({bad})"
     if not np.isfinite(result.loss):
         return None
     if not np.isfinite(result.grad_norm):
         return "norm of the gradient not finite"
-    bad = _first_bad(
-        stages,
-        [[*leaf_names, "optimizer state"] for leaf_names in names],
-        [to_local(result.finite) for result in result.stepped],
-    )
+    bad = _first_bad(stages, adapter, [stepped.bad for stepped in result.stepped])
     return f"the step would write numbers that are not finite ({bad})" if bad else None
 
 
-def _first_bad(stages: Sequence[AnyStage], names: Sequence[Sequence[str]], finite: Sequence[np.ndarray]) -> str | None:
-    for index, (stage, leaf_names, flags) in enumerate(zip(stages, names, finite, strict=True)):
-        bad = next((name for name, good in zip(leaf_names, flags, strict=True) if not good), None)
-        if bad is None:
+def _first_bad(stages: Sequence[AnyStage], adapter: int, numbers: Sequence[Array]) -> str | None:
+    for index, (stage, number) in enumerate(zip(stages, numbers, strict=True)):
+        names = [*stage.leaf_names(adapter), "optimizer state"]
+        if to_local(number) == len(names):
             continue
+        bad = names[int(to_local(number))]
         bad_layers = stage.layer_numbers(bad) if bad.startswith(LAYERS) else None
         layers = "" if bad_layers is None else f" of layers {bad_layers[0]} to {bad_layers[-1]}"
         return bad + (f"{layers}, stage {index}" if len(stages) > 1 else "")
@@ -140,7 +136,7 @@ class BatchEnd:
             if isinstance(stage, DistantStage):
                 return ClosedBatch(index, *announcement.receive(stage.closed_like(self.number)))
             closed = local[index].result()
-            announcement.send((closed.summary, closed.finite))
+            announcement.send((closed.summary, closed.bad))
             return closed
 
         return [

@@ -26,6 +26,7 @@ from lorafusion_jax.session.stage import Stage, Stepped
 from lorafusion_jax.session.stage_columns import StageColumns
 
 NUMBER: Any = jax.ShapeDtypeStruct((), jnp.float32)
+LEAF: Any = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 class DistantStage:
@@ -92,16 +93,13 @@ class DistantStage:
     def closed_like(self, index: int) -> tuple[BatchSummary, Any]:
         """Shapes of what `Stage.close_batch` returns."""
         metrics: Any = dict.fromkeys(metric_names(self._chosen) if self._is_last else (), NUMBER)
-        finite = _flags(len(self.leaf_names(index)))
-        return BatchSummary(NUMBER, NUMBER, NUMBER, metrics), finite
+        return BatchSummary(NUMBER, NUMBER, NUMBER, metrics), LEAF
 
     def stepped_like(self, index: int) -> Stepped:
         """Shapes of what `Stage.step` returns, without the state before it."""
-        return Stepped(_flags(len(self._specs)), _flags(len(self.leaf_names(index)) + 1), None)
-
-
-def _flags(count: int) -> Any:
-    return jax.ShapeDtypeStruct((count,), jnp.bool_)
+        del index  # all adapters alike
+        alive: Any = jax.ShapeDtypeStruct((len(self._specs),), jnp.bool_)
+        return Stepped(alive, LEAF, None)
 
 
 type AnyStage = Stage | DistantStage

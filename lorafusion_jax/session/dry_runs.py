@@ -63,7 +63,7 @@ def compile_steps(stage: Stage, num_stages: int, only: int | None = None) -> Non
             programs.first_optimizer(columns, optim, adapter, lora)
             zeros = programs.zeros(columns, adapter, lora)
             lora, sums, totals, alive = programs.write(columns, adapter, lora, sums, totals, alive, zeros)
-        gradient, summary, _, sums, totals = programs.close_batch(columns, adapter, sums, totals, alive)
+        gradient, summary, _, sums, totals = programs.close_batch(columns, optim, adapter, sums, totals, alive)
         if twins := sorted(stage.programs.columns.twins & gradient.keys()):
             programs.join_twins(gradient[twins[0]], gradient[twins[-1]], summary)
         summaries = [summary.without_metrics] * num_stages

@@ -258,10 +258,10 @@ class Executor:
 
             def run() -> ClosedBatch:
                 with self._record_event(event) as record:
-                    summary, finite = stage.close_batch(number)
+                    summary, bad = stage.close_batch(number)
                     # Not the gradient sums: the next backward pass may donate them before the spans have waited.
                     record(summary.squares)
-                return ClosedBatch(event.stage, summary, finite)
+                return ClosedBatch(event.stage, summary, bad)
 
             batch.closed[event.stage] = self._submit(event.stage, event.slot, [adapter], run)
         return len(batch.stages) == len(self.stages)
@@ -294,7 +294,7 @@ class Executor:
                 stepped = stage.step(number, summaries, numbers)
                 # Not the weights: the next step may donate them before the spans have waited.
                 record(stepped.alive)
-            announcement.send((stepped.alive, stepped.finite))
+            announcement.send((stepped.alive, stepped.bad))
             return stepped
 
         # Announcements are drawn here, not on the stages' threads: all processes must draw them in the same order.

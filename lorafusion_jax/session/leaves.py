@@ -178,6 +178,13 @@ def own_windows(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -
     return np.array(windows, np.int32).reshape(-1, 2)
 
 
+def own_shape(stacked: Sequence[int], at: Columns, width: int) -> tuple[int, ...]:
+    """Returns the shape of one adapter's part of a leaf of all adapters, [L, ...], see `take`."""
+    axes = {WEIGHTS + axis for axis in (at.axis, *at.padded)}
+    shape = tuple(width if axis in axes else size for axis, size in enumerate(stacked))
+    return shape if at.is_counted else (*shape[:WEIGHTS], *shape[WEIGHTS + 1 :])
+
+
 def place_of(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -> Place:
     first = [columns[name].first[index] for name, _ in own_columns(columns, index, spec)]
     return Place(np.int32(index), np.array(first, np.int32))
@@ -191,14 +198,22 @@ def take(
     A barrier keeps XLA from fusing the slice into the optimizer's arithmetic. Rounding would then depend on the
     adapter's position, because XLA contracts products and sums of strided arrays differently.
     """
+    return lax.optimization_barrier(windows_of(leaves, columns, own_columns, first, lead=lead))
+
+
+def windows_of(
+    leaves: Leaves, columns: Mapping[str, Columns], own_columns: Own, first: Array, *, lead: int = WEIGHTS
+) -> Leaves:
+    """`take` without its barrier."""
     adapter_leaves = {}
     for start, (name, width) in zip(first, own_columns, strict=True):
         at = columns[name]
-        leaf = lax.dynamic_slice_in_dim(leaves[name], start, width, lead + at.axis)
+        axis = lead + at.axis
+        leaf = lax.dynamic_slice_in_dim(leaves[name], start, width, axis, allow_negative_indices=False)
         for axis in at.padded:
             leaf = lax.slice_in_dim(leaf, 0, width, axis=lead + axis)
         adapter_leaves[name] = leaf if at.is_counted else jnp.squeeze(leaf, lead)
-    return lax.optimization_barrier(adapter_leaves)
+    return adapter_leaves
 
 
 def put(
@@ -209,7 +224,8 @@ def put(
     for start, name in zip(first, sorted(adapter_leaves), strict=True):
         at = columns[name]
         array = adapter_leaves[name] if at.is_counted else jnp.expand_dims(adapter_leaves[name], lead)
-        changed[name] = lax.dynamic_update_slice_in_dim(leaves[name], array, start, lead + at.axis)
+        axis = lead + at.axis
+        changed[name] = lax.dynamic_update_slice_in_dim(leaves[name], array, start, axis, allow_negative_indices=False)
     return changed
 
 

@@ -26,7 +26,7 @@ class Stepped(NamedTuple):
     """Result of an adapter's step on one stage."""
 
     alive: Array  # [A], whether each adapter's last step was taken; ready when the step is done
-    finite: Array  # whether the new values are finite: per leaf in order of `leaf_names`, then the optimizer state
+    bad: Array  # number of the first leaf whose new values are not finite, see `JoinedLeaves.first_not_finite`
     before: tuple[Leaves, Any] | None  # weights and optimizer state before the step; None with one stage
 
 
@@ -106,12 +106,12 @@ class Stage(StageState):
         """Closes an adapter's global batch: moves its gradient from the sums to where `step` takes it.
 
         Returns:
-            (BatchSummary, finite per leaf in order of `leaf_names`)
+            (BatchSummary, number of the first leaf that is not finite, see `JoinedLeaves.first_not_finite`)
         """
-        self._gradients[index], summary, finite, self.sums, self.totals = self.programs.adapters.close_batch(
-            self.own_columns[index], self.places[index], self.sums, self.totals, self.alive
+        self._gradients[index], summary, bad, self.sums, self.totals = self.programs.adapters.close_batch(
+            self.own_columns[index], self.settings[index].optim, self.places[index], self.sums, self.totals, self.alive
         )
-        return summary, finite
+        return summary, bad
 
     @property
     def with_twins(self) -> set[int]:
@@ -138,20 +138,20 @@ class Stage(StageState):
 
     def gradient(self, index: int) -> Leaves:
         """Returns the gradient of an adapter whose global batch is closed, until its next step."""
-        return self._gradients[index]
+        return self.joined(index).split(self._gradients[index])
 
     def replace_gradient(self, index: int, gradient: Mapping[str, np.ndarray]) -> None:
         """Gives the next step of an adapter another gradient, in all layers of the model."""
         stage_gradient = {
             name: leaf[self.layers_of(name)] for name, leaf in gradient.items() if name in self.programs.columns.trained
         }
-        self._gradients[index] = replicate(stage_gradient, self.mesh)
+        self._gradients[index] = replicate(self.joined(index).join(stage_gradient), self.mesh)
 
     def step(self, index: int, summaries: Sequence[BatchSummary], numbers: Hyper) -> Stepped:
         """Steps an adapter whose global batch is closed on every stage."""
         spec, optim = self._specs[index], self.settings[index].optim
         state = self.optimizers[spec.name]
-        self.lora, self.optimizers[spec.name], self.alive, finite, previous = self.programs.adapters.step(
+        self.lora, self.optimizers[spec.name], self.alive, bad, previous = self.programs.adapters.step(
             self.own_columns[index],
             optim,
             self.places[index],
@@ -164,12 +164,14 @@ class Stage(StageState):
         )
         self._prepared.mark(index)
         # `state` is still valid: with several stages the program does not donate the optimizer state.
-        return Stepped(self.alive, finite, None if previous is None else (previous, state))
+        return Stepped(self.alive, bad, None if previous is None else (previous, state))
 
     def put_back(self, index: int, before: tuple[Leaves, Any]) -> None:
         """Undoes a step that another stage refused, and all later steps of the adapter."""
         previous, self.optimizers[self._specs[index].name] = before
-        self.lora, self.alive = self.programs.adapters.put_back(self.places[index], self.lora, previous, self.alive)
+        self.lora, self.alive = self.programs.adapters.put_back(
+            self.own_columns[index], self.settings[index].optim, self.places[index], self.lora, previous, self.alive
+        )
         self._prepared.mark(index)
 
     def revive(self, index: int) -> None:

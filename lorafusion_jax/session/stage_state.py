@@ -22,6 +22,7 @@ from lorafusion_jax.optim.step import Hyper, unchanging_hyper
 from lorafusion_jax.session import leaves as lv
 from lorafusion_jax.session.adapter_step import Totals
 from lorafusion_jax.session.first_weights import first_weights_of
+from lorafusion_jax.session.joined_leaves import JoinedLeaves
 from lorafusion_jax.session.leaves import Leaves
 from lorafusion_jax.session.mesh import StageMesh
 from lorafusion_jax.session.move import replicate, to_devices, to_host, to_stage
@@ -250,9 +251,20 @@ class StageState:
         return self.programs.adapters.take(*self._where(index), self.lora | self.constants)
 
     def copy_state(self, index: int) -> tuple[Any, Any]:
-        """Copies one adapter's leaves and its optimizer state, as `InParts`. Later steps do not change the copy."""
+        """Copies one adapter's leaves, see `all_joined`, and its optimizer state, as `InParts`.
+
+        Later steps do not change the copy.
+        """
         optimizer = self.optimizers[self._specs[index].name]
         return self.programs.adapters.copy_state(*self._where(index), self.lora | self.constants, optimizer)
+
+    def joined(self, index: int) -> JoinedLeaves:
+        """Returns the vectors in which an adapter's gradient and optimizer state are."""
+        return self.programs.adapters.joined(self.own_columns[index], self.settings[index].optim, self.lora)
+
+    def all_joined(self, index: int) -> JoinedLeaves:
+        """Returns the vectors of `copy_state`."""
+        return self.programs.adapters.all_joined(self._where(index)[0], self.lora | self.constants)
 
     def adapter_sums(self, index: int) -> tuple[Leaves, Totals]:
         """Copies what an adapter has summed up since its last step; totals on the last stage."""
@@ -285,10 +297,12 @@ class StageState:
     def assign(self, index: int, adapter: AdapterConfig, spec: AdapterSpec) -> None:
         """Gives a place to another adapter, of at most the rank and targets that the place was made for."""
         trained = self.programs.columns.trained
-        self.settings[index], self.own_columns[index] = adapter, lv.own_columns(trained, index, spec)
         self.places[index] = replicate(lv.place_of(trained, index, spec), self.mesh)
-        # Not in place: a snapshot that is still read has the specifications and places of its time.
+        # Not in place: a snapshot that is still read has the adapters of its time.
+        self.settings = [*self.settings[:index], adapter, *self.settings[index + 1 :]]
         self._specs = [*self._specs[:index], spec, *self._specs[index + 1 :]]
+        columns = lv.own_columns(trained, index, spec)
+        self.own_columns = [*self.own_columns[:index], columns, *self.own_columns[index + 1 :]]
         self.vacant -= {index}
         self._prepared.mark(index)
 
@@ -322,16 +336,20 @@ class StageState:
             init = partial(self.programs.adapters.init_optimizer, self.own_columns[index], optim)
             # Only the structure is needed, as the arrays are given: nothing compiles or runs.
             shapes = jax.eval_shape(init, adapter, self.lora)
-            self.optimizers[spec.name] = replicate(self.part_of_state(shapes, optimizer), self.mesh)
+            self.optimizers[spec.name] = replicate(self.part_of_state(index, shapes, optimizer), self.mesh)
 
-    def part_of_state(self, state: Any, arrays: Mapping[str, Any]) -> Any:
+    def part_of_state(self, index: int, state: Any, arrays: Mapping[str, Any]) -> Any:
         """Returns an optimizer state of this stage with arrays of the whole model in it, which are given by path."""
+        joined = self.joined(index)
 
-        def fill(path: tuple, before: Any) -> np.ndarray:
-            name = lv.path_text(path)
+        def part(name: str, ndim: int) -> np.ndarray:
             array, leaf = np.asarray(arrays[name]), lv.leaf_of(name)
             # Step counts are scalars that belong to no layer.
-            return array if leaf is None or not before.ndim else array[self.layers_of(leaf)]
+            return array if leaf is None or not ndim else array[self.layers_of(leaf)]
+
+        def fill(path: tuple, before: Any) -> np.ndarray:
+            parts = [part(name, before.ndim) for name in joined.paths(lv.path_text(path))]
+            return parts[0] if parts[0].shape == before.shape else np.concatenate([leaf.ravel() for leaf in parts])
 
         return jax.tree_util.tree_map_with_path(fill, state)
 

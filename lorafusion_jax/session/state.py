@@ -61,7 +61,11 @@ def _on_host(stage: Stage, read: Read) -> dict[str, Any]:
     return first | {
         "leaves": jax.tree.map(read, stage.lora) | jax.tree.map(to_host, stage.constants),
         "sums": jax.tree.map(read, stage.sums),
-        "optimizers": _flat_optimizers(jax.tree.map(read, stage.optimizers)),
+        "optimizers": {
+            spec.name: stage.joined(place).split_state(lv.by_path(jax.tree.map(read, stage.optimizers[spec.name])))
+            for place, spec in stage.occupied
+            if spec.name in stage.optimizers
+        },
         "totals": jax.tree.map(read, stage.totals or {}),
     }
 
@@ -127,7 +131,8 @@ def load_states(stages: Sequence[AnyStage], states: Mapping[str, AdapterState]) 
         stage.take_weights({name: state.weights for name, state in states.items()})
         stage.sums = to_devices(lv.stack_adapters(columns, sums, shapes, lead=lv.SUMS), mesh)
         optimizers = {
-            name: stage.part_of_state(like, states[name].optimizer) for name, like in stage.optimizers.items()
+            spec.name: stage.part_of_state(place, stage.optimizers[spec.name], states[spec.name].optimizer)
+            for place, spec in stage.occupied
         }
         stage.optimizers = replicate(optimizers, mesh)
         stage.alive = replicate(alive, mesh)
@@ -167,14 +172,15 @@ def read_adapter(
     """
     links, tensor = executor.links, executor.stages[0].mesh.tensor
 
-    def read_stage(stage: Stage) -> tuple[Any, Any, Any]:
+    def read_stage(stage: Stage) -> tuple[Any, Any, Any, Any]:
         begun = stage.adapter_sums(place) if sums else ({}, {})
+        joined = stage.all_joined(place), stage.joined(place)
         if optimizer and copies:
-            return *stage.copy_state(place), begun
+            return *stage.copy_state(place), begun, joined
         weights, state = stage.adapter(place), stage.optimizers[name] if optimizer else {}
         if is_alone():
             weights, state = jax.tree.map(lambda leaf: InParts(leaf.shape, [leaf], 0), (weights, state))
-        return weights, state, begun
+        return weights, state, begun, joined
 
     futures = executor.read(read_stage)
 
@@ -183,12 +189,12 @@ def read_adapter(
         futures.clear()
         parts = {
             index: {
-                "weights": _transferred(leaves),
-                "optimizer": _transferred(lv.by_path(state)),
+                "weights": joined[0].split(_transferred(leaves)),
+                "optimizer": joined[1].split_state(_transferred(lv.by_path(state))),
                 "sums": _transferred(begun[0]),
                 "totals": _transferred(begun[1]),
             }
-            for index, (leaves, state, begun) in zip(executor.local_stages, stages, strict=True)
+            for index, (leaves, state, begun, joined) in zip(executor.local_stages, stages, strict=True)
         }
         shared = links.share(parts)
         weights, states, summed, totals = (
@@ -247,14 +253,6 @@ def _join(
         of_layers = (leaf_of(name) or "").startswith(lv.LAYERS)
         joined[name] = concatenate(arrays) if of_layers else concatenate(arrays[:1]) if arrays[0].ndim else arrays[0]
     return joined
-
-
-def _flat_optimizers(optimizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns adapter → path of an array in its state, such as "0/mu/layers.self_attn.q_proj.lora_a" → array.
-
-    States of stages have different trees if only one stage has some leaf.
-    """
-    return {name: lv.by_path(state) for name, state in optimizers.items()}
 
 
 def _by_device(rows: Any, tensor: int) -> np.ndarray:
