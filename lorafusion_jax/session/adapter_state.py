@@ -18,12 +18,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.adapters.tokens import LEAVES as TOKEN_LEAVES
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.digests import find_damage, has_digests, refuse_damage
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.new_folder import new_folder
-from lorafusion_jax.optim.step import transformation, zero_hyper
-from lorafusion_jax.session.leaves import by_path
+from lorafusion_jax.optim.step import Group, transformation, zero_hyper
+from lorafusion_jax.session.leaves import HEAD, TOKENS, by_path
 from lorafusion_jax.tensor_file import write_tensors
 
 TENSORS, NOTE = "state.safetensors", "state.json"
@@ -128,11 +129,15 @@ class AdapterState:
 
 def check_optimizer(adapter: AdapterConfig, state: AdapterState, where: str) -> None:
     """Raises `state.mismatch` unless the optimizer's arrays are those of the adapter's optimizer."""
-    weights = state.weights
-    constant = {leaf.name for leaf in adapter_kind(adapter.lora.adapter_kind).leaves if not leaf.trainable}
-    trained = {name: leaf for name, leaf in weights.items() if name.rpartition(".")[2] not in constant}
-    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in trained.items()}
-    empty = by_path(jax.eval_shape(transformation(adapter.optim, zero_hyper(adapter.optim)).init, shapes))
+    head = adapter.objective.chosen.head
+    leaf_of = {leaf.name: leaf for leaf in adapter_kind(adapter.lora.adapter_kind).leaves}
+    leaf_of |= {f"{TOKENS}{table}": leaf for table, leaf in TOKEN_LEAVES.items()}
+    leaf_of |= {} if head is None else {f"{HEAD}{key}": leaf for key, leaf in head.by_key.items()}
+    leaves = {name: leaf_of.get(name) or leaf_of.get(name.rpartition(".")[2]) for name in state.weights}
+    trained = {name: leaf for name, leaf in leaves.items() if leaf is not None and leaf.trainable}
+    groups = {name: Group(leaf.lr_group, leaf.decay) for name, leaf in trained.items()}
+    shapes = {name: jax.ShapeDtypeStruct(state.weights[name].shape, state.weights[name].dtype) for name in trained}
+    empty = by_path(jax.eval_shape(transformation(adapter.optim, zero_hyper(adapter.optim), groups).init, shapes))
     expected = {path: (leaf.shape, leaf.dtype) for path, leaf in empty.items()}
     stored = {path: (leaf.shape, leaf.dtype) for path, leaf in state.optimizer.items()}
     if wrong := [path for path in expected | stored if stored.get(path) != expected.get(path)]:
