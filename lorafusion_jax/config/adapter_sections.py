@@ -13,6 +13,8 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    StrictBool,
+    StrictInt,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
@@ -96,6 +98,11 @@ class DataSettings(Section):
     )
     columns: dict[Text, Text] = Field(
         default={}, description="role -> column, e.g. {prompt: question, completion: answer}"
+    )
+    where: dict[Text, Text | StrictBool | StrictInt] = Field(
+        default={},
+        description="only the rows with these values, of train and of eval, e.g. {customer: acme}: column -> a text, a "
+        "whole number or true",
     )
     max_length: Annotated[Count, Field(ge=2)] = Field(
         default=4096, description="maximum tokens of one text of a sample"

@@ -1,34 +1,40 @@
-"""First step of loading a job file: `adapters: {from: data/*.jsonl, …}` stands for an adapter of each file."""
+"""First step of loading a job file: `adapters: {from: data/*.jsonl, …}` stands for an adapter of each file, or of each
+value of a column of the files."""
 
 from __future__ import annotations
 
 import dataclasses
 import glob
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.config.read import Source
 from lorafusion_jax.config.schema import ADAPTER_KEYS
+from lorafusion_jax.config.split_by import column_values
 from lorafusion_jax.errors import ConfigError
 
 STEM = "{stem}"  # in a text of the entry: the file's name without suffixes
 SUFFIXES = (".gz", ".zst", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 EXAMPLE = "adapters: {from: data/customers/*.jsonl}"
+LONGEST_NAME = 100  # as `schema.ADAPTER_NAME`
 
 
 def expand_files(source: Source) -> Source:
     """Returns the job with a list of adapters, one for each file that `adapters.from` matches, in order of their names.
 
+    With `split_by: COLUMN` there is one for each value of a column of these files, in order of the rows.
+
     Other keys beside `from` are those of every adapter; `{stem}` in their texts is the name of the adapter's file
-    without suffixes, which is the adapter's name unless `name` says otherwise.
+    without suffixes, or the value as a name, which is the adapter's name unless `name` says otherwise.
 
     Args:
         source: a job file; patterns are relative to its folder.
 
     Raises:
         ConfigError: `config.type`, `config.unknown-key`, a key that does not go with `from`; `config.no-files`, a
-            pattern matches nothing.
+            pattern matches nothing; `config.split-by`; `config.duplicate-name`, two files or values have one name.
     """
     pattern_entry = source.values.get("adapters")
     if not isinstance(pattern_entry, dict):
@@ -40,16 +46,38 @@ def expand_files(source: Source) -> Source:
         raise ConfigError(
             "config.type", "'adapters' is a list, or a table with 'from': files by a pattern.", where=where, fix=EXAMPLE
         )
-    shared = {key: value for key, value in pattern_entry.items() if key != "from"}
+    shared = {key: value for key, value in pattern_entry.items() if key not in ("from", "split_by")}
+    column = pattern_entry.get("split_by")
+    if column is not None and (not isinstance(column, str) or not column):
+        message = "'adapters.split_by' is the name of a column."
+        raise ConfigError("config.type", message, where=where, fix="split_by: customer")
     data = shared.get("data", {})
     if wrong := [key for key in shared if key not in ADAPTER_KEYS]:
         message = f"'{wrong[0]}' is no key of 'adapters' beside 'from'."
         raise ConfigError("config.unknown-key", message, where=where, fix=f"one of: {', '.join(sorted(ADAPTER_KEYS))}")
+    if column is not None and isinstance(data, dict) and column in (data.get("where") or {}):
+        message = f"'adapters.split_by' and 'adapters.data.where' both choose the rows by '{column}'."
+        raise ConfigError("config.type", message, where=where, fix="one of them")
     if not isinstance(data, dict) or "train" in data:
         message = "'adapters.from' names the training data; 'data.train' does, too."
         fix = "remove data.train; data.eval may be evals/{stem}.csv"
         raise ConfigError("config.type", message, where=where, fix=fix)
-    entries = [_entry(shared, data, file) for file in _files(patterns, source.path.parent, where)]
+    folder = source.path.parent
+    files = _files(patterns, folder, where)
+    if column is None:
+        entries = [_entry(shared, data, _stem(file), file) for file in files]
+    else:
+        values = column_values(files, folder, column)
+        _check_names(values, column, where)
+        entries = [
+            _entry(
+                shared,
+                {**data, "where": {**(data.get("where") or {}), column: value}},
+                safe_name(value),
+                files if len(files) > 1 else files[0],
+            )
+            for value, files in values.items()
+        ]
     return dataclasses.replace(source, values=source.values | {"adapters": entries})
 
 
@@ -65,12 +93,43 @@ def _files(patterns: Sequence[str], folder: Path, where: str) -> list[str]:
     return list(files)
 
 
-def _entry(shared: dict[str, Any], data: dict[str, Any], file: str) -> dict[str, Any]:
+def safe_name(text: str) -> str:
+    """Returns a name of an adapter for a text: other signs than letters, digits and ._@+- become hyphens.
+
+    >>> safe_name("Acme & Söhne (EU)"), safe_name("../x"), safe_name("日本")
+    ('Acme-S-hne-EU', 'x', '')
+    """
+    return re.sub(r"[^A-Za-z0-9._@+-]+", "-", text).strip("-._@+")[:LONGEST_NAME]
+
+
+def _check_names(values: Iterable[str], column: str, where: str) -> None:
+    """Raises an error for values that make no name, or one name together."""
+    value_of: dict[str, str] = {}
+    for value in values:
+        name = safe_name(value)
+        if not name:
+            message = f"the value '{value}' of '{column}' has no letter or digit that the name of an adapter may have."
+            fix = "a column of names with letters from a to z and digits"
+            raise ConfigError("config.name", message, where=where, fix=fix)
+        if name.casefold() in value_of:
+            message = f"the values '{value_of[name.casefold()]}' and '{value}' of '{column}' are one name: '{name}'."
+            why = "names are folders, of letters from a to z, digits and ._@+-, whatever their case"
+            fix = "a column whose values differ in these, such as a number"
+            raise ConfigError("config.duplicate-name", message, where=where, why=why, fix=fix)
+        value_of[name.casefold()] = value
+
+
+def _stem(file: str) -> str:
     stem = Path(file).name
     while (suffix := Path(stem).suffix) in SUFFIXES:
         stem = stem.removesuffix(suffix)
+    return stem
+
+
+def _entry(shared: dict[str, Any], data: dict[str, Any], stem: str, train: str | list[str]) -> dict[str, Any]:
     entry = _with_stem({"name": STEM, **shared, "data": data}, stem)
-    return entry | {"data": {**entry["data"], "train": file}}
+    chosen = {"where": data["where"]} if "where" in data else {}  # values of rows, in which {stem} has no meaning
+    return entry | {"data": {**entry["data"], **chosen, "train": train}}
 
 
 def _with_stem(value: Any, stem: str) -> Any:

@@ -83,4 +83,7 @@ def _of_files(adapter: dict[str, Any]) -> dict[str, Any]:
     """An adapter for each file: `from` beside the keys of every one."""
     pattern = {"type": "string", "minLength": 1}
     patterns = {"anyOf": [pattern, {"type": "array", "items": pattern, "minItems": 1}]}
-    return adapter | {"properties": {"from": patterns} | adapter["properties"], "required": ["from"]}
+    return adapter | {
+        "properties": {"from": patterns, "split_by": pattern} | adapter["properties"],
+        "required": ["from"],
+    }

@@ -17,6 +17,7 @@ import numpy as np
 
 from lorafusion_jax.config.rollout_section import ANSWER
 from lorafusion_jax.config.schema import AdapterConfig
+from lorafusion_jax.data.chosen_rows import choose_rows
 from lorafusion_jax.data.fit_length import MOST_LOST
 from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.data.rows import Rows
@@ -85,8 +86,10 @@ def load_prompts(
     Raises:
         DataError, ErrorList: data.missing-column, data.bad-row, data.too-long, with the rows.
     """
-    raw = open_source(source, base_dir)
-    rows, columns, settings = parse_rows(raw), dict(adapter.data.columns), adapter.data
+    columns, settings = dict(adapter.data.columns), adapter.data
+    chosen = choose_rows(source, base_dir, settings.where) if settings.where else None
+    raw = chosen.raw if chosen else open_source(source, base_dir)
+    rows = chosen.of(settings.where) if chosen else parse_rows(raw)
     raise_all(rows.problems)
     roles = {PROMPT} | {reward.value for reward in adapter.rollout.reward if reward.kind == "exact"}
     prompts: dict[int, PromptRow] = {}

@@ -10,6 +10,7 @@ import numpy as np
 
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import cache
+from lorafusion_jax.data.chosen_rows import ChosenRows, choose_rows
 from lorafusion_jax.data.fit_length import MOST_LOST, Fit, fit_length
 from lorafusion_jax.data.formats import Layout, detect_layout
 from lorafusion_jax.data.join_sets import SetBuilder, join_reports
@@ -54,12 +55,13 @@ def load_samples(
     Raises:
         DataError, ErrorList: all problems of the source, with their rows.
     """
-    raw = open_source(source, Path(base_dir))
+    chosen = choose_rows(source, Path(base_dir), settings.where) if settings.where else None
+    raw = chosen.raw if chosen else open_source(source, Path(base_dir))
     has_segments = objective.objective.segments is not None
     code = code_of(objective) if has_segments else ""
     folder = cache_dir or cache.token_cache()
     if code is None:  # a cache key could not reflect changes of the objective's code
-        return _tokenize_blocks(raw, settings, tokenizer, adapter, objective, folder, None)
+        return _tokenize_blocks(raw, settings, tokenizer, adapter, objective, folder, None, chosen)
     entry = cache.entry_path(raw, settings, tokenizer, cache_dir, reader=code)
     stored = cache.load(entry)
     if stored is not None:
@@ -70,7 +72,7 @@ def load_samples(
             report=DataReport(**{**report, **lists, "source": source}),
             group=objective.group or 1,
         )
-    return _tokenize_blocks(raw, settings, tokenizer, adapter, objective, folder, entry)
+    return _tokenize_blocks(raw, settings, tokenizer, adapter, objective, folder, entry, chosen)
 
 
 def _tokenize_blocks(
@@ -81,17 +83,20 @@ def _tokenize_blocks(
     objective: Chosen,
     folder: Path,
     entry: Path | None,
+    chosen: ChosenRows | None,
 ) -> TokenizedSet:
     """Tokenises a source block by block, so that neither its rows nor its tokens need fit into memory.
 
     Args:
         folder: for the arrays of a large set.
         entry: where the set is cached (None: nowhere).
+        chosen: the rows of the source by `data.where` (None: all of them).
     """
     builder, reports, problems, row_errors = SetBuilder(folder), [], [], []
     fields: frozenset[Fields] = frozenset()
     try:
-        for rows in row_blocks(raw, one_block=objective.group is not None):
+        blocks = row_blocks(raw, one_block=objective.group is not None)
+        for rows in [chosen.of(settings.where)] if chosen else blocks:
             first = reports[0] if reports else None
 
             def tokenize(rows: Rows, first: DataReport | None = first) -> TokenizedSet:
@@ -192,7 +197,7 @@ def _tokenize(
     for sample in encoded.samples:
         sample.mask[:1] = False  # the first token cannot be predicted
     fit = fit_length(encoded.samples, settings, rows, adapter)
-    return _collect(fit, encoded, layout, rows, loss, raw, tokenizer)
+    return _collect(fit, encoded, layout, rows, loss, raw, tokenizer, settings)
 
 
 def _render(
@@ -207,11 +212,12 @@ def _render(
     return encoded
 
 
-def _unused_notes(layout: Layout) -> list[str]:
-    if not layout.unused:
+def _unused_notes(layout: Layout, settings: DataSettings) -> list[str]:
+    unused = [column for column in layout.unused if column not in settings.where]
+    if not unused:
         return []
-    names = ", ".join(f"'{column}'" for column in layout.unused)
-    columns = f"the column {names} is" if len(layout.unused) == 1 else f"the columns {names} are"
+    names = ", ".join(f"'{column}'" for column in unused)
+    columns = f"the column {names} is" if len(unused) == 1 else f"the columns {names} are"
     return [f"[data.unused-column] {columns} not used; data.columns can give a column a role"]
 
 
@@ -239,8 +245,9 @@ def _resolve_loss(loss: str, layout: Layout, rows: Rows, adapter: str) -> str:
 
 
 def _collect(
-    fit: Fit, rendered: EncodedRows, layout: Layout, rows: Rows, loss: str, raw: RawSource, tokenizer: Tokenizer
-) -> TokenizedSet:
+    fit: Fit, rendered: EncodedRows, layout: Layout, rows: Rows, loss: str, raw: RawSource, tokenizer: Tokenizer,
+    settings: DataSettings,
+) -> TokenizedSet:  # fmt: skip
     encoded = rendered.samples
     tokens = np.concatenate([encoded[row].tokens[: fit.limit] for row in fit.kept])
     mask = np.concatenate([encoded[row].mask[: fit.limit] for row in fit.kept])
@@ -260,7 +267,7 @@ def _collect(
         uncut=quantiles([len(sample.tokens) for sample in encoded]),
         template_hash="plain" if layout.format in ("text", FORMAT) else tokenizer.template_hash,
         data_hash=raw.digest[:16],
-        notes=(*_unused_notes(layout), *rendered.notes),
+        notes=(*_unused_notes(layout, settings), *rendered.notes),
     )
     return TokenizedSet(
         tokens=tokens,

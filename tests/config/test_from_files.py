@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
+import pyarrow as pa
 import pytest
 import yaml
+from pyarrow import parquet
 
 import lorafusion_jax as lf
 from lorafusion_jax.config import load_config
@@ -74,3 +77,69 @@ def test_what_does_not_make_adapters_is_an_error(job, adapters, code):
     problems = getattr(raised.value, "errors", [raised.value])
     assert {problem.code for problem in problems} == {code}
     assert all(isinstance(problem, ConfigError) and problem.where for problem in problems)
+
+
+@pytest.fixture
+def rows(tmp_path, job):
+    """rows(values): a file with a row for each value of the column `customer`."""
+
+    def write(*values, name="all.jsonl"):
+        lines = [json.dumps({"text": f"text {number}", "customer": value}) for number, value in enumerate(values)]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        return name
+
+    return write
+
+
+def test_each_value_of_a_column_is_an_adapter(job, rows):
+    file = rows("Acme & Co.", 7, "north", 7, True)
+    shared = {"epochs": 2, "data": {"eval": "evals/{stem}.csv", "where": {"lang": "{stem}"}}}
+    adapters = load_config(job({"from": file, "split_by": "customer", **shared})).adapters
+    assert [adapter.name for adapter in adapters] == ["Acme-Co", "7", "north", "true"]
+    assert [adapter.data.where["customer"] for adapter in adapters] == ["Acme & Co.", "7", "north", "true"]
+    assert {(adapter.epochs, adapter.data.train[0].path, adapter.data.where["lang"]) for adapter in adapters} == {
+        (2, file, "{stem}")
+    }
+    assert adapters[0].data.eval[0].path == "evals/Acme-Co.csv"
+
+
+def test_a_value_has_the_files_with_its_rows(job, rows):
+    rows("a", "b", name="first.jsonl")
+    rows("b", name="second.jsonl")
+    a, b = load_config(job({"from": ["first.jsonl", "second.jsonl"], "split_by": "customer"})).adapters
+    assert [source.path for source in a.data.train] == ["first.jsonl"]
+    assert [source.path for source in b.data.train] == ["first.jsonl", "second.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["shops.csv", "shops.parquet", "shops.json", "shops.jsonl.gz"])
+def test_tables_are_split_too(job, tmp_path, name):
+    values = [{"text": "a", "shop": "x"}, {"text": "b", "shop": "y"}]
+    if name.endswith(".csv"):
+        (tmp_path / name).write_text("text;shop\na;x\nb;y\n")
+    elif name.endswith(".parquet"):
+        parquet.write_table(pa.Table.from_pylist(values), tmp_path / name)
+    elif name.endswith(".gz"):
+        (tmp_path / name).write_bytes(gzip.compress("\n".join(map(json.dumps, values)).encode()))
+    else:
+        (tmp_path / name).write_text(json.dumps(values))
+    adapters = load_config(job({"from": name, "split_by": "shop"})).adapters
+    assert [(adapter.name, adapter.data.where) for adapter in adapters] == [("x", {"shop": "x"}), ("y", {"shop": "y"})]
+
+
+@pytest.mark.parametrize(
+    ("values", "more", "code", "text"),
+    [
+        (("a", None, "b", ""), {}, "config.split-by", "all.jsonl, lines 2, 4"),
+        (("a", 1.5), {}, "config.split-by", "all.jsonl, line 2"),
+        (("Acme Co", "acme_co", "acme-CO"), {}, "config.duplicate-name", "'Acme Co' and 'acme-CO'"),
+        (("日本",), {}, "config.name", "日本"),
+        (("a",), {"data": {"where": {"customer": "a"}}}, "config.type", "data.where"),
+        (("a",), {"split_by": ["customer"]}, "config.type", "split_by"),
+        (("a",), {"split_by": "client"}, "config.split-by", "customer, text"),
+    ],
+)
+def test_what_cannot_be_split_is_an_error_with_its_rows(job, rows, values, more, code, text):
+    with pytest.raises(ConfigError) as raised:
+        load_config(job({"from": rows(*values), "split_by": "customer"} | more))
+    assert raised.value.code == code
+    assert text in str(raised.value)

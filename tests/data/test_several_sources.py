@@ -15,11 +15,11 @@ from lorafusion_jax.config.data_sources import as_written
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source
 from lorafusion_jax.config.schema import AdapterConfig, BatchSettings, DataSettings
-from lorafusion_jax.data import load_samples
+from lorafusion_jax.data import load_samples, row_blocks, sources
 from lorafusion_jax.data.mix import Mix
 from lorafusion_jax.data.prepare import in_order, load_sources
 from lorafusion_jax.data.sources import expand_source, read_rows
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import DataError, LoraFusionError
 from lorafusion_jax.report.data_notes import _notes_of_set
 
 ROWS = [{"prompt": f"{number} + 1?", "completion": str(number + 1)} for number in range(20)]
@@ -228,3 +228,31 @@ def test_rows_that_are_no_tokens_are_named(load, row, why):
         load([*TOKENS, row])
     assert "law.jsonl, line 3" in str(caught.value)
     assert f"line 3: {why}" in str(caught.value)
+
+
+SHOPS = [{"text": f"text {number}", "shop": shop} for number, shop in enumerate(["x", 7, "x", True, None, "7"])]
+
+
+@pytest.mark.parametrize(("value", "numbers"), [("x", [0, 2]), (7, [1, 5]), ("true", [3]), (True, [3])])
+def test_where_chooses_the_rows_of_a_value(load, value, numbers):
+    samples, rows = load(SHOPS, where={"shop": value}), load([SHOPS[number] for number in numbers], name="own.jsonl")
+    assert samples.rows.tolist() == numbers
+    np.testing.assert_array_equal(samples.tokens, rows.tokens)
+    assert (samples.report.rows, samples.report.notes) == (len(numbers), ())
+
+
+def test_chosen_rows_keep_their_lines_in_large_files_too(load, monkeypatch):
+    for module in (sources, row_blocks):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 64)
+    with pytest.raises(LoraFusionError, match=r"law\.jsonl, line 3"):
+        load([*SHOPS[:2], {"shop": "x", "text": ""}, *SHOPS[3:]], where={"shop": "x"}, on_bad="error")
+    assert load(SHOPS, name="again.jsonl", where={"shop": "7"}).rows.tolist() == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("where", "why"), [({"shop": "y"}, "there are x, 7, true"), ({"town": "x"}, "no row has town")]
+)
+def test_values_that_no_row_has_are_an_error(load, where, why):
+    with pytest.raises(DataError, match=r"data\.where") as raised:
+        load(SHOPS, where=where)
+    assert raised.value.why == why
