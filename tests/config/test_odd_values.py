@@ -86,6 +86,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "data.train": (*FILES, "data/"),
     "data.eval": (*FILES, "data/", 0.5, 1e-320, None),
     "data.columns": ({},),
+    "data.where": ({}, {"a": 1}, {"a": True}),
     "data.chat_template": (None,),
     "data.max_length": COUNTS[1:-1],  # the last does not fit into a microbatch
     "lora.rank": (1, 2, 16.0),
