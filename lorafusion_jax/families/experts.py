@@ -33,6 +33,7 @@ class Router:
         groups, top_groups: experts come in groups, and only those of the best groups can be chosen.
         group_value: what makes a group one of the best: the sum of its two best experts, or its best one.
         balanced: whether transformers has a load-balancing loss for this router, if it scores by softmax.
+        least: added to the sum of the weights before they are divided by it.
         scaled: x is normalised, without a weight, and multiplied by frozen factors over √D, and each expert has a
             frozen factor of its weights.
     """
@@ -46,6 +47,7 @@ class Router:
     top_groups: int = 1
     group_value: Literal["best two", "best"] = "best two"
     balanced: bool = True
+    least: float = 0.0
     scaled: bool = False
 
     @property

@@ -10,7 +10,7 @@ from lorafusion_jax.families.family import Family
 from lorafusion_jax.layout.layer import BLOCK, SHARED_MLP
 
 # Experts as in DeepSeek-V3: groups, an offset that helps to choose, an MLP beside.
-_SIGMOID = Router(score="sigmoid", correction=True)
+_SIGMOID = Router(score="sigmoid", correction=True, least=1e-20)
 _GROUPS = {
     "num_experts_per_tok": 8, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
     "n_group": 1, "topk_group": 1,
@@ -44,6 +44,12 @@ GRANITE_EXPERTS: dict[str, Any] = {
         f"{BLOCK}.{SHARED_MLP}.output_linear": f"{SHARED_MLP}.output_linear",
     },
 }  # fmt: skip
+# An indexer, see `ModelConfig.chosen`.
+_INDEXER = (".self_attn.indexer.",)
+_OF_INDEXER = (
+    "index_head_dim", "index_n_heads", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset",
+    "indexer_types", "indexer_rope_interleave", "layer_types", "rope_interleave",
+)  # fmt: skip
 _OF_DOTS = ("scoring_func", "topk_method", "moe_layer_freq", "ep_size", "pretraining_tp")
 _OF_MINIMAX = (
     "attn_type_list", "layernorm_full_attention_alpha", "layernorm_full_attention_beta",
@@ -186,6 +192,32 @@ EXPERTS: dict[str, Family] = {
             "topk_group": None, "topk_method": "greedy", "routed_scaling_factor": 1.0, "first_k_dense_replace": 0,
         },
         known=tuple(key for key in _OF_DEEPSEEK if key != "topk_method"),
+    ),
+    "deepseek_v32": Family(
+        architectures=("DeepseekV32ForCausalLM",), latent=True, experts={"router": _SIGMOID},
+        reads=_GROUPS | {
+            "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+            "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 163840,
+            "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 256, "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3, "mlp_layer_types": None, "routed_scaling_factor": 2.5, "n_group": 8,
+            "topk_group": 4, "index_topk": 2048,
+        },
+        keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"}, known=(*_OF_DEEPSEEK, *_OF_INDEXER),
+        ignored=_INDEXER,
+    ),
+    "glm_moe_dsa": Family(
+        architectures=("GlmMoeDsaForCausalLM",), latent=True, experts={"router": _SIGMOID},
+        reads=_GROUPS | {
+            "vocab_size": 154880, "hidden_size": 6144, "intermediate_size": 12288, "num_hidden_layers": 78,
+            "num_attention_heads": 64, "num_key_value_heads": 64, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 202752, "attention_bias": False, "q_lora_rank": 2048, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "num_experts": 256,
+            "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "mlp_layer_types": None,
+            "routed_scaling_factor": 2.5, "index_topk": 2048,
+        },
+        keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"}, known=(*_OF_DEEPSEEK, *_OF_INDEXER),
+        ignored=_INDEXER,
     ),
     "mistral4": Family(
         architectures=("Mistral4ForCausalLM",), latent=True, whole_heads=True, keys=_GROUP_KEYS,

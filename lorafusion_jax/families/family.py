@@ -55,7 +55,7 @@ class Family:
         parallel: position of the norms where `use_parallel_residual` is true.
         rope: further fields of `Rope` that all layers of the family have in common, e.g. {"interleaved": True}.
         known_of_rope: keys of `rope_parameters` that do not change what is computed of text.
-        ignored: beginnings of the names of a checkpoint's tensors that are left out.
+        ignored: beginnings of the names of a checkpoint's tensors that are left out; with a dot before, parts of names.
         modules: Llama's module, or a tensor of it → the family's, e.g. {"model.embed_tokens": "tokens",
             "model.layers": "blocks", "self_attn.q_proj": "attention.query"}. Adapters are saved under Llama's names.
     """

@@ -82,6 +82,8 @@ class HFConfig(BaseModel):
     linear_conv_kernel_dim: Annotated[int, Field(ge=1, le=64)] | None = None
     attn_output_gate: bool | None = None
     full_attention_interval: Annotated[int, Field(ge=1)] | None = None
+    use_expert_bias: bool | None = None
+    index_topk: Positions | None = None
     first_k_dense_replace: Annotated[int, Field(ge=0)] | None = None
     mlp_layer_types: list[str] | None = None
     n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.experts_rows import GRANITE_EXPERTS, GRANITE_MOE
 from lorafusion_jax.families.family import Family
 from lorafusion_jax.layout.layer import SHARED_MLP
@@ -18,6 +19,15 @@ _DELTA_NAMES = {"known_of_rope": ("mrope_section", "mrope_interleaved"), "ignore
 _MAMBA = {
     "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
     "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "time_step_limit": None,
+}  # fmt: skip
+
+_LFM2 = {
+    "qk_norm": True, "attention_out": "out_proj", "mlp_module": "feed_forward", "mlp_names": ("w1", "w3", "w2"),
+}  # fmt: skip
+_LFM2_NAMES = {
+    "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_attn.k_layernorm",
+    "model.norm": "model.embedding_norm",
 }  # fmt: skip
 
 HYBRID: dict[str, Family] = {
@@ -75,10 +85,7 @@ HYBRID: dict[str, Family] = {
         modules={"post_attention_layernorm": "pre_ff_layernorm", "model.norm": "model.final_layernorm"},
     ),
     "lfm2": Family(
-        architectures=("Lfm2ForCausalLM",), mixer="convolution",
-        fields={
-            "qk_norm": True, "attention_out": "out_proj", "mlp_module": "feed_forward", "mlp_names": ("w1", "w3", "w2"),
-        },
+        architectures=("Lfm2ForCausalLM",), mixer="convolution", fields=_LFM2, modules=_LFM2_NAMES,
         keys={
             "norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size",
             "tie_word_embeddings": "tie_word_embeddings", "intermediate_size": "intermediate_size",
@@ -95,10 +102,28 @@ HYBRID: dict[str, Family] = {
             "block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init",
             "num_heads", "theta", "use_pos_enc",
         ),
-        modules={
-            "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
-            "self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_attn.k_layernorm",
-            "model.norm": "model.embedding_norm",
+    ),
+    "lfm2_moe": Family(
+        architectures=("Lfm2MoeForCausalLM",), mixer="convolution", fields=_LFM2,
+        experts={"router": Router(score="sigmoid", correction=True, least=1e-6), "module": "feed_forward"},
+        expert_names=tuple(f"feed_forward.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
+        modules=_LFM2_NAMES | {
+            "feed_forward.router": "feed_forward.gate",
+            "feed_forward.router.e_score_correction_bias": "feed_forward.expert_bias",
         },
+        keys={
+            "norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "num_local_experts": "num_experts",
+            "num_dense_layers": "first_k_dense_replace", "tie_word_embeddings": "tie_word_embeddings",
+            "num_experts": "num_experts",
+        },
+        reads={
+            "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e6, "conv_bias": False,
+            "conv_L_cache": 3, "layer_types": None, "moe_intermediate_size": 1792, "first_k_dense_replace": 2,
+            "num_experts": 32, "num_experts_per_tok": 4, "use_expert_bias": True, "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+        },
+        known=("hidden_act", "theta", "use_pos_enc"),
     ),
 }  # fmt: skip

@@ -67,6 +67,8 @@ class ModelConfig:
         latent: attention of all layers, but for its rope (None: it has no latents).
         input_width, input_vocab: width of the inputs that layers have of their own, and rows of their table (0: there
             are none), see `families.per_layer_input`.
+        chosen: tokens that an indexer chooses for each query; shorter samples are attended to as a whole, so that they
+            need no indexer, and longer ones are refused (None: there is none).
         pattern: type of each layer; empty if all layers are alike.
         dropouts: rates of dropout inside the base, and a soft cap that only text models have, by key of config.json;
             they are not applied.
@@ -126,6 +128,7 @@ class ModelConfig:
     latent: LatentAttention | None = None
     input_width: int = 0
     input_vocab: int = 0
+    chosen: int | None = None
     pattern: tuple[LayerType, ...] = ()
     checkpoint_format: str | None = None
     dropouts: tuple[tuple[str, float], ...] = ()
@@ -384,7 +387,7 @@ class ModelConfig:
                 "model.positions",
                 f"{sample} has {longest} tokens, but this model knows {self.positions} positions.",
                 where=where,
-                why=f"max_position_embeddings is {self.max_positions} in its config.json",
+                why=f"{self._bound_of_positions} in its config.json",
                 fix=f"data.max_length: {self.positions}",
             )
 
@@ -413,7 +416,14 @@ class ModelConfig:
         """Number of supported positions. Linear scaling of all rotary frequencies extends them."""
         scalings = [rope.scaling for rope in self.ropes]
         factors = [scaling.factor if scaling and scaling.kind == "linear" else 1 for scaling in scalings]
-        return int(self.max_positions * min(factors, default=1))
+        positions = int(self.max_positions * min(factors, default=1))
+        return positions if self.chosen is None else min(positions, self.chosen)
+
+    @property
+    def _bound_of_positions(self) -> str:
+        if self.chosen is None or self.max_positions <= self.chosen:
+            return f"max_position_embeddings is {self.max_positions}"
+        return f"queries of longer samples read only what an indexer chooses, and index_topk is {self.chosen}"
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
@@ -425,7 +435,7 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
         or bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name))
         or (config.tie_embeddings and name == family.tensor_name("lm_head.weight"))
         or (layer is not None and int(layer[1]) >= config.num_layers and PREDICTORS[0] in family.known)
-        or name.startswith(family.ignored)
+        or any(part in name if part.startswith(".") else name.startswith(part) for part in family.ignored)
     )
 
 

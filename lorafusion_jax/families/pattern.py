@@ -63,7 +63,7 @@ def read_pattern(
         unsupported.append(f"sliding_window_pattern={shortened(hf.sliding_window_pattern)} without layer_types")
     readable = (*LAYER_TYPES, LINEAR) if family.delta_net is not None or family.mixer is not None else LAYER_TYPES
     if "mlp_layer_types" in family.meanings:
-        unsupported += _unread_mlp_types(hf)
+        unsupported += _unread_mlp_types(hf, followed="index_topk" in family.meanings)
     unknown = [name for name in dict.fromkeys(names) if name not in readable]
     unsupported += [f"layers of type {shortened(name)} (known: {', '.join(readable)})" for name in unknown]
     if SLIDING in names and hf.sliding_window is None:
@@ -128,11 +128,15 @@ def _turns(hf: HFConfig, family: Family, count: int) -> list[bool]:
     return [every is None or (number + 1) % every != 0 for number in range(count)]
 
 
-def _unread_mlp_types(hf: HFConfig) -> list[str]:
-    """Lists what transformers does not follow in families with a list of MLPs."""
+def _unread_mlp_types(hf: HFConfig, *, followed: bool) -> list[str]:
+    """Lists what transformers does not follow in families with a list of MLPs.
+
+    Args:
+        followed: whether it follows `first_k_dense_replace` where there is no list.
+    """
     if hf.mlp_layer_types is None:
         first = hf.first_k_dense_replace
-        return [] if first == 1 else [f"first_k_dense_replace={first}, and mlp_layer_types is missing"]
+        return [] if first == 1 or followed else [f"first_k_dense_replace={first}, and mlp_layer_types is missing"]
     others = [name for name in dict.fromkeys(hf.mlp_layer_types) if name not in (DENSE, SPARSE)]
     return [f"mlp_layer_types of {shortened(name)} (known: {DENSE}, {SPARSE})" for name in others]
 

@@ -103,6 +103,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
             "mixer": mixer,
             "latent": latent,
             "input_width": hf.hidden_size_per_layer_input or 0,
+            "chosen": hf.index_topk,
             "input_vocab": (hf.hidden_size_per_layer_input and hf.vocab_size_per_layer_input) or 0,
         }
     )

@@ -54,6 +54,7 @@ def read_experts(
 def _router(hf: HFConfig, router: Router) -> Router:
     return replace(
         router,
+        correction=router.correction and hf.use_expert_bias is not False,
         normalise=router.normalise if hf.norm_topk_prob is None else hf.norm_topk_prob,
         scale=router.scale if hf.routed_scaling_factor is None else hf.routed_scaling_factor,
         groups=1 if hf.topk_method == "greedy" else hf.n_group or 1,

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_INDEXER = "attention reads only the tokens that an indexer chooses for each query, and there is no indexer here"
 _DELTA_ATTENTION = "the memory of its delta nets decays by channel, and here it decays by head"
 
 
@@ -35,11 +34,10 @@ REFUSED = (
         reason="attention stays within chunks of positions, where windows slide here, and the router scales what "
         "goes into its experts, where routers weigh what comes out here",
     ),
-    Refused(models="GLM-5", names=("glm_moe_dsa", "GlmMoeDsaForCausalLM"), reason=_INDEXER),
-    Refused(models="DeepSeek-V3.2", names=("deepseek_v32", "DeepseekV32ForCausalLM"), reason=_INDEXER),
     Refused(
         models="Mistral Large 4",
-        names=("mistral_large4", "mistral_large4_text", "MistralLarge4ForConditionalGeneration"), reason=_INDEXER,
+        names=("mistral_large4", "mistral_large4_text", "MistralLarge4ForConditionalGeneration"),
+        reason="layers read the latents of keys and values of earlier layers, and here each layer has its own",
     ),
     Refused(models="Kimi-Linear", names=("kimi_linear", "KimiLinearForCausalLM"), reason=_DELTA_ATTENTION),
     Refused(models="Ling 3", names=("bailing_hybrid", "BailingHybridForCausalLM"), reason=_DELTA_ATTENTION),

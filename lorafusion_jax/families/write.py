@@ -38,6 +38,7 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
             "logit_scale": model.logit_scale,
             "use_parallel_residual": model.norms.startswith("parallel"),
             "use_qk_norm": bool(model.qk_norm),
+            "index_topk": model.chosen,
         }
         | _windows(model, family)
         | _full_layers(model)
@@ -87,6 +88,7 @@ def _experts(model: Any) -> dict[str, Any]:
         "n_shared_experts": 0 if experts.shared is None else experts.shared.inner // experts.inner,
         "shared_expert_intermediate_size": None if experts.shared is None else experts.shared.inner,
         "shared_intermediate_size": 0 if experts.shared is None else experts.shared.inner,
+        "use_expert_bias": experts.router.correction,
         "first_k_dense_replace": len(dense),
         "mlp_only_layers": dense,
         "decoder_sparse_step": 1,

@@ -31,6 +31,7 @@ _SAVED = {
     "block_sparse_moe.shared_mlp.": "shared_mlp.",
 }  # fmt: skip
 MAMBA, SHORT_CONVOLUTION = "mamba", "conv"
+FEED_FORWARD = "feed_forward"  # an MLP or experts in some families
 BLOCK = "block_sparse_moe"  # experts where they are no `mlp`
 SHARED_MLP = "shared_mlp"  # the MLP of all rows there, beside experts or alone
 MIXERS = ("self_attn", LINEAR_ATTENTION, MAMBA, SHORT_CONVOLUTION)  # modules in files of which a layer has one
@@ -49,7 +50,7 @@ PATHS: Mapping[str, str] = {
             "gate_proj", "up_proj", "gate_up_proj", "down_proj", "c_fc", "c_proj", "experts_gate_up_proj",
             "experts_down_proj",
         ),
-        "feed_forward": ("w1", "w3", "w2"),
+        FEED_FORWARD: ("w1", "w3", "w2"),
         SHARED_MLP: ("input_linear", "output_linear"),
     }.items()
     for name in names

@@ -165,7 +165,7 @@ def choose_experts(
     _, expert = jax.lax.top_k(jax.lax.stop_gradient(_in_best_groups(value, router)), spec.active)
     weights = jnp.take_along_axis(scores, expert, axis=-1)
     if router.normalise:
-        weights = weights / (weights.sum(-1, keepdims=True) + (1e-20 if router.score == "sigmoid" else 0.0))
+        weights = weights / (weights.sum(-1, keepdims=True) + router.least)
     return expert, weights * router.scale
 
 

@@ -29,12 +29,12 @@ import numpy as np
 
 from lorafusion_jax.adapters.spec import spelled
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.layout.layer import BESIDE, BLOCK, EXPERTS, PARALLEL
+from lorafusion_jax.layout.layer import BESIDE, EXPERTS, PARALLEL
 
 Tensors = dict[str, np.ndarray]
 
-_THEIRS = re.compile(r"(.*layers\.\d{1,6}\.)(mlp\.|block_sparse_moe\.)?experts\.(base_layer\.)*(lora_\w+\.weight)")
-_OURS = re.compile(rf"(.*layers\.\d{{1,6}}\.)(mlp|{BLOCK}|{PARALLEL})\.({'|'.join(EXPERTS)})\.(.+)")
+_THEIRS = re.compile(r"(.*layers\.\d{1,6}\.)(\w+\.)?experts\.(base_layer\.)*(lora_\w+\.weight)")
+_OURS = re.compile(rf"(.*layers\.\d{{1,6}}\.)(\w+)\.({'|'.join(EXPERTS)})\.(.+)")
 
 
 def named_in_peft(targets: Sequence[str], paths: Collection[str]) -> tuple[list[str], list[str]]:
@@ -48,7 +48,7 @@ def named_in_peft(targets: Sequence[str], paths: Collection[str]) -> tuple[list[
     """
     inside = [path.split(".", 2)[-1] for path in paths]
     parallel = any(path.startswith(f"{PARALLEL}.") for path in inside)
-    module = BLOCK if any(path.startswith(f"{BLOCK}.") for path in inside) else "mlp"
+    module = next((path.partition(".")[0] for path in inside if path.rpartition(".")[2] in EXPERTS), "mlp")
     parameters = [
         path.removeprefix("mlp.") if parallel else path.replace("mlp.", f"{module}.", 1)
         for name, path in EXPERTS.items() if name in targets

@@ -26,7 +26,7 @@ from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.digests import find_damage, refuse_damage
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
 from lorafusion_jax.families.multimodal import TEXT_ROOT
-from lorafusion_jax.layout.layer import BESIDE, EXPERTS, MIXERS, PARALLEL, PATHS
+from lorafusion_jax.layout.layer import BESIDE, EXPERTS, FEED_FORWARD, MIXERS, PARALLEL, PATHS
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.peft.experts import from_file, to_file
 from lorafusion_jax.peft.leaves import (
@@ -397,8 +397,11 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
         for name in described.spec.targets
         for layer in (sorted(with_experts) if with_experts and name in EXPERTS else layers)
     )
-    modules, layer_of = {path.rpartition(".")[0] for path in paths}, lambda path: int(path.split(".")[1])
+    modules = {path.rpartition(".")[0] for path in paths if not _of_experts(path)}
     mixed = _mixed(paths)  # layers have one mixer or the other
+
+    def layer_of(path: str) -> int:
+        return int(path.split(".")[1])
 
     def may_lack(path: str) -> bool:
         module, _, name = path.rpartition(".")
@@ -408,7 +411,8 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
                 return True  # the last layers may read keys and values of earlier ones
             if name == "v_proj" and module in modules:
                 return True  # the values of a layer may be its keys
-        return mixed and module not in modules and path.split(".")[2] in MIXERS
+        part = path.split(".")[2]  # some layers may have experts in place of `feed_forward`
+        return path not in paths and module not in modules and ((mixed and part in MIXERS) or part == FEED_FORWARD)
 
     return [path for path in every if described.spec.has(path) and not may_lack(path)]
 
