@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -301,6 +302,12 @@ def test_samples_have_the_log_probabilities_of_forward(sampling):
     assert np.frombuffer(listed.token_ids, "<i4").reshape(6, 2)[:, 0].tolist() == tokens
     np.testing.assert_allclose(np.frombuffer(listed.logprobs, "<f4").reshape(6, 2)[:, 0], logprobs, atol=1e-6)
     assert np.frombuffer(message.topk_prompt_logprobs.logprobs, "<f4")[0] == -99999.0
+
+    blocks, size_gb = re.fullmatch(
+        r"cache for samples: (\d+) blocks of 32 tokens, (\S+) GB, for \d+ adapters", worker.samples._bank.room
+    ).groups()
+    assert int(blocks) * 32 >= worker.samples._bank.most_tokens
+    assert float(size_gb) > 0
 
     of_base = drawn(sampled(worker, "base", None, PROMPT + tokens, prompt_logprobs=True, **greedy))
     assert not np.allclose(of_base[0][1], logprobs)

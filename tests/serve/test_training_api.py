@@ -593,6 +593,10 @@ def test_samplers_are_named_and_sample_what_was_saved(model, service):
     assert model.read(model.ask("/asample", wrong)[1]["request_id"]) == {
         "error": "the prompt has no token", "category": "user",
     }  # fmt: skip
+    long = asked | {"seq_id": 2, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3] * 20_000}]}}
+    status, future = model.ask("/asample", long)  # more values than other bodies may have
+    assert status == 200
+    assert samples_of(model, future).sequences
     base = model.ask(
         "/create_sampling_session", body | {"sampling_session_seq_id": 2, "model_path": None, "base_model": "tiny"}
     )

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafusion_jax.serve.api import admin, datasets, jobs, mlora, openai, problems, streams
-from lorafusion_jax.serve.api.access import WITHOUT_KEY, Answers, Service, identify, service_ends
+from lorafusion_jax.serve.api.access import CALLS, WITHOUT_KEY, Answers, Service, identify, service_ends
 from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.refusals import completed
 from lorafusion_jax.serve.store.database import StoreError
@@ -25,12 +25,13 @@ from lorafusion_jax.serve.store.database import StoreError
 LARGEST_BODY, LARGEST_LOGIN = 1 << 20, 4 << 10  # but for data sets
 BODIES, BODIES_OF_OWNER = 48 << 20, 16 << 20  # bytes of bodies in memory
 MOST_VALUES = 10_000  # of a body, counted by its commas and brackets: a job has fewer than 1 000
-MOST_TOKENS = 400_000  # the same of a completion, whose prompts may be tokens
+MOST_TOKENS = 400_000  # the same of a prompt
 BODY_S = 30  # for it to arrive
 DEEPEST, BRACKETS = 32, re.compile(rb"[\[\]{}]")
 TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|$)', re.DOTALL)  # in them, commas and brackets count for nothing
 PAGE = Path(__file__).parents[1] / "page"
 FILES = {"/": "index.html", "/app.js": "app.js", "/charts.js": "charts.js", "/style.css": "style.css"}
+PROMPTS = (*openai.PATHS, f"{CALLS}asample")  # their bodies may be tokens
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 ROUTERS = (jobs.router, datasets.router, streams.router, admin.router, openai.router)
 SECURE = (
@@ -161,7 +162,7 @@ class Guard:
             return has_room
 
         try:
-            values = MOST_TOKENS if scope["path"] in openai.PATHS else MOST_VALUES
+            values = MOST_TOKENS if scope["path"] in PROMPTS else MOST_VALUES
             body = await _checked_body(receive, expected, largest, values, take)
             if isinstance(body, JSONResponse):
                 await body(scope, receive, send)

@@ -23,7 +23,7 @@ from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import LoraFusionError, RunError, ServerCallError
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.generation.answer_text import text_options
-from lorafusion_jax.generation.capacity import blocks_that_fit
+from lorafusion_jax.generation.capacity import block_bytes, blocks_that_fit
 from lorafusion_jax.generation.engine import ROWS, SLOTS, Engine
 from lorafusion_jax.generation.load import read_leaves
 from lorafusion_jax.generation.requests import Answer, Request
@@ -206,6 +206,7 @@ class Samples:
     def _read(self, command: Message) -> tuple[SampleRequest | CompletionRequest, Leaves | None]:
         if self._bank is None:
             self._bank = Bank(self._session, self._places)
+            print(self._bank.room, flush=True)
         bank, folder = self._bank, command["folder"]
         if command["command"] == "complete":
             request = read_completion(command["values"], bank.tokenizer_of(folder), bank.most_tokens)
@@ -247,6 +248,7 @@ class Bank:
 
     Attributes:
         most_tokens: of a prompt and its sample.
+        room: how much is sampled at once, for the log.
     """
 
     def __init__(self, session: Session, places: int):
@@ -266,6 +268,8 @@ class Bank:
         positions = self._parts.model.positions
         blocks = min(blocks_that_fit(self._stages, beside_training=True), ROWS * -(-positions // BLOCK))
         self.most_tokens = min(positions, blocks * BLOCK)
+        size_gb = blocks * block_bytes(self._stages) / 1e9
+        self.room = f"cache for samples: {blocks} blocks of {BLOCK} tokens, {size_gb:.3g} GB, for {places} adapters"
         self.engine = Engine(
             self._stages,
             blocks=blocks,
