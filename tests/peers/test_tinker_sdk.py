@@ -91,7 +91,8 @@ def same(app: Any) -> Any:
 
 
 CASES = [pytest.param("", same, id="direct"), pytest.param("", BadProxy, id="proxy")]
-CASES += [pytest.param(version, same, id=version) for version in OLDER]
+for version in OLDER:
+    CASES += [pytest.param(version, same, id=version), pytest.param(version, BadProxy, id=f"{version}-proxy")]
 
 
 @pytest.mark.parametrize(("version", "wrap"), CASES)
