@@ -29,9 +29,35 @@ from lorafusion_jax.serve.api.app import describe  # noqa: E402
 MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 
 
-def on_page_markdown(markdown: str, **_) -> str:
+pages: dict[str, str] = {}  # file of each page → its Markdown, for readers that take no HTML
+
+
+def on_page_markdown(markdown: str, *, page, **_) -> str:
     """Called by mkdocs for every page."""
-    return MARK.sub(lambda found: GENERATED[found[1]](), markdown)
+    pages[page.file.src_uri] = MARK.sub(lambda match: GENERATED[match[1]](), markdown)
+    return pages[page.file.src_uri]
+
+
+def on_post_build(*, config, **_) -> None:
+    """Called by mkdocs at the end: writes the pages as Markdown beside the site, and `llms.txt`, which lists them."""
+    site = Path(config["site_dir"])
+    for name, markdown in pages.items():
+        (site / name).write_text(markdown, encoding="utf-8")
+    head = f"# {config['site_name']}\n\n> {config['site_description']}\n\n## Pages\n\n"
+    (site / "llms.txt").write_text(head + "".join(map(page_line, pages, pages.values())), encoding="utf-8")
+
+
+def page_line(name: str, markdown: str) -> str:
+    """A line of `llms.txt`: title of a page, link, and the first sentence of its text.
+
+    >>> page_line("data.md", "# Data\\n\\nRows come in *files*. They are read.\\n")
+    '- [Data](data.md): Rows come in *files*.\\n'
+    """
+    title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
+    prose = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    paragraph = re.search(r"^(?![#!|<\[:>*-]|\s)[^\n]+(?:\n[^\n#|]+)*", prose, re.MULTILINE)
+    sentence = " ".join(re.split(r"(?<=\.)\s", paragraph[0])[0].split()) if paragraph else ""
+    return f"- [{title[1] if title else name}]({name})" + (f": {sentence}" if sentence else "") + "\n"
 
 
 def job_file() -> str:

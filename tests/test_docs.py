@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -11,6 +12,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -133,6 +135,26 @@ def test_rows_of_the_data_page_have_the_formats_of_its_table():
     (block,) = blocks(ROOT / "docs" / "pages" / "data.md", "json")
     formats = [detect_layout(Rows(source="page", values=[json.loads(line)])).format for line in block.splitlines()]
     assert formats == list(FORMATS)
+
+
+def test_llms_txt_has_a_line_for_each_page(tmp_path):
+    """The hooks of the site, as mkdocs calls them."""
+    spec = importlib.util.spec_from_file_location("generated", ROOT / "docs" / "generated.py")
+    assert spec is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    for page in PAGES[1:]:
+        if page.name not in ("api.md", "rest-api.md", "reliability.md", "benchmarks.md"):  # slow to generate
+            hooks.on_page_markdown(
+                page.read_text(encoding="utf-8"), page=SimpleNamespace(file=SimpleNamespace(src_uri=page.name))
+            )
+    hooks.on_post_build(config={"site_dir": tmp_path, "site_name": "name", "site_description": "what it is"})
+    lines = (tmp_path / "llms.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[:3] == ["# name", "", "> what it is"]
+    listed = re.findall(r"^- \[(.+)\]\((.+)\): .+[.:)]$", "\n".join(lines), re.MULTILINE)
+    assert ("Data", "data.md") in listed
+    assert len(listed) == len(hooks.pages) == len(list(tmp_path.glob("*.md")))
+    assert "generated:" not in (tmp_path / "job-file.md").read_text(encoding="utf-8")
 
 
 def callable_or_class(thing) -> bool:

@@ -54,6 +54,7 @@ def generate(
     dtype: str | None = None,
     quantize: str | None = None,
     step: int | None = None,
+    best: bool = False,
     samples: int = 1,
     **sampling: Any,
 ) -> Texts:
@@ -70,13 +71,16 @@ def generate(
         system: a system message before each prompt.
         dtype, quantize: of the base, as in a job file (None: as the run was trained).
         step: exported step of a run's adapters (None: the newest).
+        best: take the step of each adapter with the best held-out result.
         samples: texts of each adapter for each prompt, drawn with the seeds `seed`, `seed` + 1, ….
         sampling: `max_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop` and others; see `Sampling`.
 
     Raises:
         LoraFusionError: the errors of `lorafusion generate`.
     """
-    generator = open_generator(source, adapters=adapters, base=base, dtype=dtype, quantize=quantize, step=step)
+    generator = open_generator(
+        source, adapters=adapters, base=base, dtype=dtype, quantize=quantize, step=step, best=best
+    )
     return generator.generate(prompts, raw=raw, system=system, samples=samples, **sampling)
 
 
@@ -126,13 +130,14 @@ def open_generator(
     dtype: str | None = None,
     quantize: str | None = None,
     step: int | None = None,
+    best: bool = False,
 ) -> OpenGenerator:
     """Loads a base model and adapters to generate with; arguments as in `generate`."""
     from lorafusion_jax.generation.text import TextGenerator
 
     names = (adapters,) if isinstance(adapters, str) else tuple(adapters)
     path = source.folder if isinstance(source, Run) else source
-    generation_source = find_source(path, names, base=base, dtype=dtype, quantize=quantize, step=step)
+    generation_source = find_source(path, names, base=base, dtype=dtype, quantize=quantize, step=step, best=best)
     prepare_machine()
     return OpenGenerator(TextGenerator(generation_source))
 

@@ -30,7 +30,7 @@ from lorafusion_jax.config.resolved import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.digests import Damage, find_damage, has_digests
-from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, raise_all
+from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, did_you_mean, raise_all
 from lorafusion_jax.files import PART, remove_folder, replace_text
 from lorafusion_jax.new_folder import remove_leftovers
 from lorafusion_jax.readable import PLAN as MOST_PLAN
@@ -91,6 +91,16 @@ class RunFolder:
             target = home / os.readlink(home / BEST)
             return target if target in self.exported(name) else None
         return None
+
+    def exported_step(self, name: str, step: int | None, *, best: bool = False) -> Path | None:
+        """Returns the exported folder of a step, of the best held-out result, or else the newest one.
+
+        Raises:
+            ConfigError: `export.options`, a step and the best one.
+        """
+        if best and step is not None:
+            raise ConfigError("export.options", "--step and --best name two steps.", fix="one of them")
+        return self.best(name) if best else self.latest(name) if step is None else self.adapter_step(name, step)
 
     def damaged_adapters(self, steps: Mapping[str, int]) -> list[Damage]:
         """Damaged files of exported folders, one step of each adapter; a folder that is not there is not damaged."""
@@ -350,11 +360,28 @@ class RunFolder:
 
     def _require(self, file: str) -> None:
         if not (self.path / file).is_file():
-            raise CheckpointError(
-                "run.missing",
-                f"{self.path} is not a run folder: it has no {file}.",
-                fix="start a run: lorafusion train jobs.yaml --out runs/NAME",
-            )
+            raise no_run(self.path, file)
+
+
+def no_run(path: Path, file: str) -> CheckpointError:
+    """The error of a path that is no run folder, or not yet, because it has no such file."""
+    from lorafusion_jax.checkpoint.begun_folder import read_start
+    from lorafusion_jax.checkpoint.run_lock import held_by
+
+    if (start := read_start(path)) is not None:
+        if held_by(path)["alive"] is False:
+            message, fix = f"{path} is a run that ended while it started.", "lorafusion train again, with a new --out"
+        else:
+            message = f"{path} is a run that is still starting: {start['phase']}."
+            fix = f"lorafusion status {path} --watch; Ctrl-C where it was started stops it"
+        return CheckpointError("run.starting", message, fix=fix)
+    with suppress(OSError):
+        runs = [entry.name for entry in path.absolute().parent.iterdir() if (entry / PLAN).is_file()]
+        if near := did_you_mean(path.name, runs):
+            return CheckpointError("run.missing", f"{path} is not a run folder.", where=str(path.parent), fix=near)
+    why = f"it has no {file}" if path.is_dir() else "it is a file" if path.exists() else "there is no such folder"
+    fix = "start a run: lorafusion train jobs.yaml --out runs/NAME"
+    return CheckpointError("run.missing", f"{path} is not a run folder: {why}.", fix=fix)
 
 
 def _digests(record: dict) -> dict[str, str]:

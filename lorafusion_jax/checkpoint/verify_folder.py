@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorafusion_jax import digests
-from lorafusion_jax.checkpoint.folder import CONFIG, TIMELINE, RunFolder
+from lorafusion_jax.checkpoint.begun_folder import read_start
+from lorafusion_jax.checkpoint.folder import CONFIG, TIMELINE, RunFolder, no_run
 from lorafusion_jax.checkpoint.requests import FOLDER as REQUESTS
 from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.checkpoint.saved_states import checkpoint_damage, slots_of
@@ -46,6 +47,8 @@ def verify_folder(path: Path) -> list[FileCheck]:
     """
     if digests.has_digests(path):
         return [_with_digests(path, ".")]
+    if read_start(path) is not None and not (path / "plan.json").is_file():
+        raise no_run(path, "plan.json")
     if not any((path / name).exists() for name in (*RUN_FILES, "state", "adapters")):
         raise CheckpointError(
             "verify.nothing",

@@ -17,7 +17,9 @@ from lorafusion_jax.report.format import count, duration, percent
 
 
 def command(
-    out_dir: Annotated[Path | None, typer.Option("--out", help="run folder; default runs/demo, runs/demo-2, …")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", "-o", help="run folder; default runs/demo, runs/demo-2, …")
+    ] = None,
 ) -> int:
     """Trains five adapters of a tiny model on the CPU: plan, train, evaluate, export, verify.
 
@@ -48,7 +50,7 @@ def command(
     first = config.adapters[0].name
     next_command(
         console,
-        f"lorafusion export {folder} {first} --to out/{first}   (or: lorafusion init > jobs.yaml, and your own data)",
+        f"lorafusion export {folder} {first} --to out/{first}   (or with your own data: lorafusion new)",
     )
     return result.exit_code
 

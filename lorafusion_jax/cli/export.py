@@ -121,10 +121,13 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 def command(
     run: RunPath,
     adapter: Annotated[str | None, typer.Argument(help="name of the adapter")] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="folder to write, new or empty; required")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", "--out", "-o", help="folder to write, new or empty; required")
+    ] = None,
     all_adapters: Annotated[bool, typer.Option("--all", help="every adapter, to TO/NAME")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="write the full model with the adapter merged in")] = False,
     step: Annotated[int | None, typer.Option(help="exported step; default the newest")] = None,
+    best: Annotated[bool, typer.Option("--best", help="the step with the best held-out result")] = False,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default float32, as trained")] = None,
     push: Annotated[
         str | None, typer.Option(help="ORG/NAME on the hub, for the written folder; needs the hf extra")
@@ -142,7 +145,7 @@ def command(
     if push is not None:
         hub()
     exports = [name for name in names if folder.latest(name) is not None] if all_adapters else [adapter or ""]
-    sources = {name: exported_folder(folder, names, name, step) for name in exports}
+    sources = {name: exported_folder(folder, names, name, step, best=best) for name in exports}
     if not merge:
         _refuse_merge_only(config, list(sources))
     for source in sources.values():
@@ -266,19 +269,20 @@ def _check_options(
     raise_all([ConfigError("export.options", message, fix=fix) for holds, message, fix in checks if not holds])
 
 
-def exported_folder(folder: RunFolder, names: list[str], adapter: str, step: int | None) -> Path:
+def exported_folder(folder: RunFolder, names: list[str], adapter: str, step: int | None, *, best: bool = False) -> Path:
     if adapter not in names:
         raise ConfigError(
             "export.unknown-adapter",
             f"there is no adapter '{adapter}' in {folder.path}.",
             fix=f"one of: {', '.join(names)}",
         )
-    source = folder.latest(adapter) if step is None else folder.adapter_step(adapter, step)
+    source = folder.exported_step(adapter, step, best=best)
     if source is None or not source.is_dir():
         steps = [step_of(path) for path in folder.exported(adapter)]
         raise CheckpointError(
             "export.no-step",
-            f"{adapter} has no exported weights" + (" yet." if step is None else f" of step {step}."),
+            f"{adapter} has no exported weights"
+            + (" of a best step." if best else " yet." if step is None else f" of step {step}."),
             fix=f"--step {' or '.join(map(str, steps))}" if steps else f"lorafusion resume {folder.path}",
         )
     return source

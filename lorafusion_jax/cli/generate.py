@@ -37,6 +37,7 @@ Base = Annotated[str | None, typer.Option(help="another folder of the base model
 Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32 [default: of the run, else bfloat16]")]
 Quantize = Annotated[str | None, typer.Option(help="none, fp8, int8 or nf4 [default: of the run or adapter]")]
 Step = Annotated[int | None, typer.Option(help="exported step of a run's adapters [default: the newest]")]
+Best = Annotated[bool, typer.Option("--best", help="the step of each adapter with the best held-out result")]
 System = Annotated[str | None, typer.Option(help="system message before each prompt")]
 MaxTokens = Annotated[int, typer.Option(help="new tokens at most")]
 Temperature = Annotated[float, typer.Option(help="divides the logits; 0: always the most probable token")]
@@ -72,6 +73,7 @@ def command(
     dtype: Dtype = None,
     quantize: Quantize = None,
     step: Step = None,
+    best: Best = False,
     to: Annotated[Path | None, typer.Option("--out", "-o", help="write the rows of --json to a file")] = None,
     program_cache: ProgramCache = True,
     as_json: Json = False,
@@ -83,7 +85,9 @@ def command(
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
-    generation_source = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
+    generation_source = find_source(
+        source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step, best=best
+    )
     from lorafusion_jax.generation.prompt_file import FileRow, read_rows
     from lorafusion_jax.generation.text import rows_for
 

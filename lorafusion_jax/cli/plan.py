@@ -36,7 +36,7 @@ MOST_ROWS = 12  # of compared meshes
 def command(
     jobs: JobFile,
     overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan here")] = None,
+    output: Annotated[Path | None, typer.Option("--out", "-o", "--output", help="write the plan here")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="compare with one adapter after another")] = False,
     timeline: Annotated[Path | None, typer.Option(help="draw the predicted timeline as an .html page")] = None,
     device: Annotated[

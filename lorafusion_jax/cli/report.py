@@ -44,7 +44,7 @@ def command(
         time.sleep(WATCH_S)
         is_live = _write(runs, file, live=True)
     if not as_json:
-        next_command(console, f"lorafusion status {runs[0]}")
+        next_command(console, f"open {file}")
 
 
 def _write(runs: list[Path], file: Path, *, live: bool) -> bool:

@@ -20,7 +20,7 @@ from lorafusion_jax.report.console import out, warn
 def command(
     jobs: JobFile,
     overrides: Overrides = None,
-    out_dir: Annotated[Path, typer.Option("--out", help="new run folder")] = Path("runs/run"),
+    out_dir: Annotated[Path, typer.Option("--out", "-o", help="new run folder")] = Path("runs/run"),
     plan: Annotated[Path | None, typer.Option(help="plan to execute, from lorafusion plan -o")] = None,
     distributed: Distributed = False,
     coordinator: Coordinator = None,

@@ -65,7 +65,7 @@ def read_source(path: Path) -> Source:
         text = read_text(path, LARGEST_FILE)
     except FileNotFoundError:
         raise ConfigError(
-            "config.missing", f"there is no job file {path}.", fix="lorafusion init > jobs.yaml"
+            "config.missing", f"there is no job file {path}.", fix="lorafusion new, or lorafusion init > jobs.yaml"
         ) from None
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError("config.unreadable", f"{path} cannot be read as text.", why=str(problem)) from None
@@ -127,7 +127,9 @@ def _read_toml(path: Path, text: str) -> Source:
 def _read_yaml(path: Path, text: str) -> Source:
     node, values = _parse_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise ConfigError("config.empty", f"{path} holds no keys.", fix="lorafusion init > jobs.yaml")
+        raise ConfigError(
+            "config.empty", f"{path} holds no keys.", fix="lorafusion new, or lorafusion init > jobs.yaml"
+        )
     lines: dict[Keys, int] = {}
     problems: list[LoraFusionError] = []
     _walk(node, (), lines, problems, path)

@@ -9,7 +9,8 @@ from pathlib import Path
 from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory, find_base
-from lorafusion_jax.checkpoint.folder import CONFIG, RunFolder
+from lorafusion_jax.checkpoint.begun_folder import read_start
+from lorafusion_jax.checkpoint.folder import CONFIG, RunFolder, no_run
 from lorafusion_jax.config.specs import adapter_spec, model_targets
 from lorafusion_jax.errors import CheckpointError, ConfigError, did_you_mean
 from lorafusion_jax.peft.leaves import exported_spec
@@ -61,6 +62,7 @@ def find_source(
     dtype: str | None = None,
     quantize: str | None = None,
     step: int | None = None,
+    best: bool = False,
 ) -> Source:
     """Finds a base and adapters.
 
@@ -71,20 +73,24 @@ def find_source(
         base: another folder of the base model.
         dtype, quantize: of the base (None: those of the run, otherwise bfloat16 and none).
         step: exported step of a run's adapters (None: the newest).
+        best: take the step of each adapter with the best held-out result.
 
     Raises:
         LoraFusionError: `generate.source`, `generate.unknown-adapter`, `generate.no-weights`; see `find_base`.
     """
     path = Path(source)
     if (path / CONFIG).is_file():
-        origin = _of_run(RunFolder(path), adapters, base, step)
-    elif step is not None:
-        raise ConfigError("generate.source", f"step={step} needs a run folder, and {source} is none.")
+        origin = _of_run(RunFolder(path), adapters, base, step, best=best)
+    elif step is not None or best:
+        option = "best" if best else f"step={step}"
+        raise ConfigError("generate.source", f"{option} needs a run folder, and {source} is none.")
     elif (path / CONFIG_FILE).is_file():
         origin = _of_folder(path, base)
     elif (path / "config.json").is_file() or not path.exists():
         fix = "a run folder, a PEFT folder, a model folder, or org/name of a hub"
         origin = Source(base=find_base(Path(), str(source if base is None else base), fix=fix), adapters=(), asked=())
+    elif read_start(path) is not None:
+        raise no_run(path, CONFIG)
     else:
         message = f"{source} is neither a run, nor an adapter, nor a model."
         why = f"it has no {CONFIG}, {CONFIG_FILE} or config.json"
@@ -93,7 +99,9 @@ def find_source(
     return replace(origin, dtype=dtype or origin.dtype, quantize=quantize or origin.quantize)
 
 
-def _of_run(run: RunFolder, adapters: Sequence[str], base: str | Path | None, step: int | None) -> Source:
+def _of_run(
+    run: RunFolder, adapters: Sequence[str], base: str | Path | None, step: int | None, *, best: bool
+) -> Source:
     config = run.read_config()
     names = [adapter.name for adapter in config.adapters]
     for name in adapters:
@@ -102,11 +110,11 @@ def _of_run(run: RunFolder, adapters: Sequence[str], base: str | Path | None, st
     selection = [name for name in adapters if name in names]
     sources = []
     for name in selection or ([] if adapters else names):
-        folder = run.latest(name) if step is None else run.adapter_step(name, step)
+        folder = run.exported_step(name, step, best=best)
         if folder is None or not folder.is_dir():
             if not selection and step is None:
                 continue  # it has not been saved yet, and nobody named it
-            at = "yet" if step is None else f"of step {step}"
+            at = "of a best step" if best else "yet" if step is None else f"of step {step}"
             raise CheckpointError(
                 "generate.no-weights", f"{name} has no exported weights {at}.", where=str(run.path),
                 fix=", ".join(exported.name for exported in run.exported(name)) or f"lorafusion resume {run.path}",

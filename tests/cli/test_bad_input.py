@@ -12,6 +12,8 @@ from cli_helpers import make_rows, snapshot, weights, write_rows_to
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.checkpoint import store
+from lorafusion_jax.checkpoint.begun_folder import START
+from lorafusion_jax.generation.sources import find_source
 from lorafusion_jax.session import AdapterState
 
 FIVE_MISTAKES = """\
@@ -414,3 +416,39 @@ def test_output_that_the_system_refuses(lorafusion, job):
     (job.folder / "file").write_text("")
     outcome = lorafusion("plan", job.path, "-o", job.folder / "file" / "plan.json")
     assert (outcome.code, outcome.errors) == (1, ["system.file"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "cancel RUN law",
+        "report RUN",
+        "timeline RUN",
+        "export RUN law --to out",
+        "resume RUN",
+        "generate RUN hi",
+        "verify RUN",
+    ],
+)
+def test_a_run_that_is_starting_is_told_from_one_that_is_missing(lorafusion, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "try").mkdir(parents=True)
+    start = {"phase": "compiling 3 of 4: stage 0", "phase_began": 1.0, "began": 1.0}
+    (tmp_path / "runs" / "try" / START).write_text(json.dumps(start))
+    outcome = lorafusion(*words.replace("RUN", "runs/try").split())
+    assert outcome.code != 0
+    assert "runs/try is a run that is still starting: compiling 3 of 4: stage 0." in outcome.err
+    if not words.startswith(("generate", "verify")):
+        (tmp_path / "runs" / "sweep").mkdir()
+        (tmp_path / "runs" / "sweep" / "plan.json").touch()
+        assert "did you mean 'sweep'?" in lorafusion(*words.replace("RUN", "runs/sweeep").split()).err
+
+
+def test_best_is_the_step_with_the_best_held_out_result(lorafusion, finished, tmp_path):
+    run = finished[1]
+    best = (run / "adapters" / "law" / "best").resolve()
+    outcome = lorafusion("export", run, "law", "--best", "-o", tmp_path / "law")
+    assert outcome.code == 0, outcome.err
+    assert f"exported law (step {int(best.name.removeprefix('step-'))})" in outcome.out
+    assert find_source(run, ["law"], best=True).adapters[0].folder.resolve() == best
+    assert "two steps" in lorafusion("export", run, "law", "--best", "--step", 6, "-o", tmp_path / "other").err

@@ -8,6 +8,7 @@ import time
 import pytest
 from browser import PROGRAM, Browser
 
+from lorafusion_jax.serve.client import Client
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.jobs import Jobs
 
@@ -74,10 +75,10 @@ def test_the_page_is_used_by_keyboard_while_jobs_train(filled, browser):
     running, ids = filled
     browser.resize(900, 700)
     browser.open(f"{running.url}/#/jobs")
-    browser.wait("document.querySelectorAll('main a').length", lambda count: count == len(NAMES))
+    browser.wait("document.querySelectorAll('main table a').length", lambda count: count == len(NAMES))
     for _ in range(30):
         browser.press("Tab")
-        if browser.value("document.activeElement.closest('main') !== null"):
+        if browser.value("document.activeElement.closest('main table') !== null"):
             break
     focused = browser.value("document.activeElement.textContent")
     assert focused in NAMES
@@ -90,3 +91,48 @@ def test_the_page_is_used_by_keyboard_while_jobs_train(filled, browser):
     assert browser.value("document.activeElement.textContent") == focused
     browser.press("Enter")
     browser.wait("document.querySelector('main h2')?.textContent ?? ''", lambda text: text.startswith(focused))
+
+
+FILE = """(() => {
+  const rows = Array.from({length: 24}, (_, n) => JSON.stringify({QUESTION: `a ${n}`, completion: "b"})).join("\\n");
+  const files = new DataTransfer();
+  files.items.add(new File([rows], "My Rows.jsonl"));
+  document.querySelector("input[type=file]").files = files.files;
+  return 1;
+})()"""
+
+
+def set_field(browser, label, value):
+    field = (
+        f"[...document.querySelectorAll('form.new label')].find(one => one.textContent.startsWith({label!r})).lastChild"
+    )
+    assert browser.value(f"{field}.value = {value!r}") == value
+
+
+def click(browser, title):
+    browser.value(f"[...document.querySelectorAll('button')].find(one => one.textContent === {title!r}).click()")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_job_is_checked_shown_and_submitted_from_the_page(filled, browser, tmp_path, width):
+    running, _ = filled
+    browser.resize(width, 900)
+    browser.open(f"{running.url}/#/new")
+    browser.wait("document.querySelector('form.new') !== null")
+    browser.value(FILE.replace("QUESTION", "question"))  # no format has these columns
+    set_field(browser, "name", f"by-hand-{width}")
+    set_field(browser, "rank", "4")
+    set_field(browser, "longest row", "64")
+    click(browser, "Submit")
+    browser.wait("document.querySelector('main').textContent.includes('data.unknown-format')")
+    browser.picture(tmp_path / f"refused-{width}.png")
+    assert all(row["name"] != f"by-hand-{width}" for row in Client(running.url).jobs())
+    browser.value(FILE.replace("QUESTION", "prompt"))
+    click(browser, "Check and preview")
+    browser.wait("document.querySelector('main pre')?.textContent.includes('⟦b')")
+    browser.picture(tmp_path / f"checked-{width}.png")
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    click(browser, "Submit")
+    browser.wait("document.querySelector('main h2')?.textContent ?? ''", lambda text: text.startswith("by-hand"))
+    (job,) = [row for row in Client(running.url).jobs() if row["name"] == f"by-hand-{width}"]
+    assert job["state"] in ("checking", "queued")

@@ -24,7 +24,6 @@ for (const run of data.runs) {
 
 // Curves.
 const WORDS = {loss: "training and held-out loss", grad_norm: "gradient norm", lr: "learning rate"};
-const UNITS = {loss: "loss, mean of the learned tokens or pairs", grad_norm: "norm of the gradient", lr: "learning rate"};
 const objectives = [...new Set(data.adapters.map(a => a.objective))];
 const metrics = [...new Set(data.adapters.flatMap(a => Object.keys(a.series)))].filter(name => !name.startsWith("eval_"));
 const held = new Set(data.adapters.flatMap(a => Object.keys(a.series)).filter(name => name.startsWith("eval_") && !metrics.includes(name.slice(5))));
@@ -60,7 +59,7 @@ function draw() {
 function chart(lines, before) {
   const wide = Math.max(320, $("chart").clientWidth || 900), tall = Math.round(Math.min(380, Math.max(240, wide * 0.4)));
   const left = 58, right = 12, top = 26, bottom = 40, points = lines.flatMap(l => [...l.line, ...l.dots]);
-  const held = lines.some(l => l.dots.length) ? " (line: training, dots: held-out)" : "", title = before + (UNITS[view.metric] || view.metric) + held;
+  const held = lines.some(l => l.dots.length) ? ", dots: held-out" : "", title = before + (view.metric === "loss" ? "loss" : WORDS[view.metric] || view.metric) + held;
   const svg = make("svg:svg", {viewBox: `0 0 ${wide} ${tall}`, role: "img", "aria-label": title});
   const f = view.log ? Math.log10 : v => v, values = points.map(p => f(p[1])), last = Math.max(...points.map(p => p[0]), 1);
   let low = Math.min(...values), high = Math.max(...values);
@@ -156,7 +155,7 @@ for (const [prompt, steps] of prompts) {
 // Settings that are not the same for all adapters.
 const keys = [...new Set(data.adapters.flatMap(a => Object.keys(a.settings)))].filter(key => new Set(data.adapters.map(a => JSON.stringify(a.settings[key]))).size > 1);
 if (keys.length) {
-  const text = value => value == null ? "–" : Array.isArray(value) ? value.join(", ") : String(value);
+  const text = value => value == null ? "–" : Array.isArray(value) ? value.join(", ") : String(value).replace(/[/_]/g, "$&\u200b");
   const head = make("tr", {}, make("th", {}, "adapter"), ...keys.map(key => make("th", {class: "text"}, key)));
   const rows = data.adapters.map(a => make("tr", {}, make("td", {}, a.label), ...keys.map(key => make("td", {class: "text"}, text(a.settings[key])))));
   $("settings").append(make("h2", {}, "Settings that differ"), make("div", {class: "wide"}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows))));

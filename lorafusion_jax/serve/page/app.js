@@ -4,21 +4,21 @@ import {chart, timeline} from "/charts.js";
 
 const main = document.getElementById("main");
 const notice = document.getElementById("notice");
-let closeView = () => {};
+let closeView = () => {}, shown = "";
 
 class Refused extends Error {
-  constructor(status, error) { super(error.what || `HTTP ${status}`); this.status = status; }
+  constructor(status, error, problems) { super(error.what || `HTTP ${status}`); this.status = status; this.problems = problems || [error]; }
 }
 
 async function api(path, options = {}) {
   const headers = {"X-Requested-With": "page"};
-  if (options.body) headers["Content-Type"] = "application/json";
+  if (options.body) headers["Content-Type"] = options.body instanceof File ? "application/octet-stream" : "application/json";
   if (options.method === "POST") headers["Idempotency-Key"] = crypto.randomUUID();
   const answer = await fetch(path, {...options, headers});
   const text = await answer.text();
   const isJson = (answer.headers.get("content-type") || "").includes("json");
   const body = isJson && text ? JSON.parse(text) : text;
-  if (!answer.ok) throw new Refused(answer.status, (body && body.error) || {});
+  if (!answer.ok) throw new Refused(answer.status, (body && body.error) || {}, body && body.problems);
   return body;
 }
 
@@ -57,9 +57,76 @@ async function jobs(after) {
   const rows = items.map((job) => [link(job), state(job.state), progress(job), number(job.loss), job.owner, job.weight, moment(job.created)]);
   const head = [["job"], ["state"], ["steps", "n"], ["loss", "n"], ["owner", "wide"], ["weight", "n wide"], ["submitted", "wide"]];
   return [
-    el("h2", {}, after ? "Older jobs" : "Jobs"), table(head, rows, "No jobs yet. Submit one: lorafusion jobs submit jobs.yaml"),
+    el("h2", {}, after ? "Older jobs" : "Jobs"), el("p", {}, el("a", {class: "button", href: "#/new"}, "New job")),
+    table(head, rows, "No jobs yet. Submit one here, or with lorafusion jobs submit jobs.yaml"),
     next ? el("p", {}, el("a", {href: `#/older/${next}`}, "Older jobs")) : null,
   ];
+}
+
+function problemList(problems) {
+  return el("ul", {class: "problems"}, problems.map((p) => el("li", {}, el("b", {}, p.what), p.why ? ` ${p.why}` : "",
+    p.fix ? el("div", {}, "Fix: ", p.fix) : null, el("small", {class: "empty"}, [p.code, p.where].filter(Boolean).join(" · ")))));
+}
+
+// A job by hand. Nothing is submitted before the service has read the rows and found no problem.
+async function create() {
+  const [{items: bases}, {items: sets}] = await Promise.all([api("/v1/bases"), api("/v1/datasets?limit=200")]);
+  const options = (first) => [el("option", {value: ""}, first), ...sets.map((one) => el("option", {value: one.id}, `${one.name} (${one.rows} rows)`))];
+  const fields = {
+    name: el("input", {required: "", pattern: "[a-z0-9][a-z0-9._\\-]{0,62}", placeholder: "law-1"}),
+    base: el("select", {}, bases.map((one) => el("option", {value: one.name}, one.name))),
+    "file of rows": el("input", {type: "file", accept: ".jsonl,.json,.csv,.parquet"}),
+    "or rows that are here": el("select", {}, options("–")),
+    "held-out rows": el("select", {}, options("none")),
+    goal: el("select", {}, el("option", {value: "sft"}, "answer as the rows do"), el("option", {value: "dpo"}, "prefer chosen to rejected (DPO)")),
+    rank: el("input", {type: "number", min: "1", max: "1024", value: "16"}),
+    "learning rate": el("input", {type: "number", min: "0", step: "any", value: "0.0002"}),
+    epochs: el("input", {type: "number", min: "1", value: "1"}),
+    "samples of a step": el("input", {type: "number", min: "1", value: "16"}),
+    "longest row, in tokens": el("input", {type: "number", min: "2", value: "4096"}),
+  };
+  const result = el("div", {"aria-live": "polite"}), sent = new Map();
+  const rowsOf = async () => {
+    const file = fields["file of rows"].files[0];
+    const stored = fields["or rows that are here"].value;
+    if (stored) return stored;
+    if (!file) throw new Refused(422, {what: "There are no rows: choose a file, or a data set that is here.", code: "data.missing-file"});
+    if (!sent.has(file)) {
+      const name = file.name.toLowerCase().replace(/[^a-z0-9._-]/g, "-").replace(/^[^a-z0-9]+/, "");
+      sent.set(file, (await api(`/v1/datasets?name=${encodeURIComponent(name)}`, {method: "POST", body: file})).id);
+    }
+    return sent.get(file);
+  };
+  const specOf = (train) => JSON.stringify({
+    name: fields.name.value, base: fields.base.value, epochs: Number(fields.epochs.value),
+    data: {train, eval: fields["held-out rows"].value || null, max_length: Number(fields["longest row, in tokens"].value)},
+    lora: {rank: Number(fields.rank.value), alpha: 2 * Number(fields.rank.value)}, optim: {lr: Number(fields["learning rate"].value)},
+    objective: {name: fields.goal.value}, batch: {global_samples: Number(fields["samples of a step"].value)},
+  });
+  const run = async (event) => {
+    event.preventDefault();
+    const submits = event.submitter.value === "submit";
+    result.replaceChildren("reading the rows …");
+    try {
+      const train = await rowsOf(), spec = specOf(train);
+      const checked = await api("/v1/jobs?dry_run=true", {method: "POST", body: spec});
+      if (submits) {
+        location.hash = `#/jobs/${(await api("/v1/jobs", {method: "POST", body: spec})).id}`;
+        return;
+      }
+      result.replaceChildren(el("p", {}, `No problem was found: ${checked.steps} steps, ${checked.tokens} tokens.`));
+      if (fields.goal.value === "sft") {
+        const {text} = await api(`/v1/datasets/${train}/preview?row=0&base=${encodeURIComponent(fields.base.value)}`);
+        result.append(el("h3", {}, "First row, as the model sees it; ⟦ ⟧ is learned"), el("pre", {tabindex: "0"}, text));
+      }
+    } catch (problem) {
+      result.replaceChildren(problemList(problem.problems ?? [{what: problem.message}]));
+    }
+  };
+  const labels = Object.entries(fields).map(([name, field]) => el("label", {}, name, field));
+  const buttons = el("div", {class: "actions"}, el("button", {value: "check"}, "Check and preview"), el("button", {value: "submit"}, "Submit"));
+  return [el("h2", {}, "New job"), el("form", {class: "new", on: {submit: run}}, labels, buttons), result,
+    el("p", {class: "empty"}, "Other settings are those of a job file: lorafusion jobs submit jobs.yaml, or POST /v1/jobs.")];
 }
 
 function action(job, name, title) {
@@ -128,7 +195,6 @@ async function job(id) {
     base: found.base, rank: found.spec.lora.rank, "learning rate": found.spec.optim.lr, weight: found.weight, priority: found.priority,
     place: found.place ?? "–", "waited (s)": number(found.waited_s, 1), tokens: found.tokens ?? "–", submitted: moment(found.created),
   };
-  const problems = found.problems.map((p) => [p.code, p.where, `${p.what} ${p.why}`, p.fix]);
   return [
     el("h2", {}, found.name, " ", el("small", {class: "empty"}, found.id)),
     actions(found),
@@ -137,7 +203,7 @@ async function job(id) {
     found.waits ? el("p", {}, `Number ${found.waits.position} in the queue: ${found.waits.why}` +
       (found.waits.expected_start ? `; expected to start ${moment(found.waits.expected_start)}` : "")) : null,
     found.predicted_end ? el("p", {}, `${number(found.steps_per_s, 2)} steps/s, expected to end ${moment(found.predicted_end)}`) : null,
-    problems.length ? table([["code"], ["where"], ["what"], ["fix"]], problems, "") : null,
+    found.problems.length ? problemList(found.problems) : null,
     el("h3", {}, "Loss"),
     chart([{name: "training loss", points: steps}, ...(evals.length ? [{name: "held-out loss", points: evals, dots: true}] : [])], `loss of ${found.name} by step`) || el("p", {class: "empty"}, "No steps yet."),
     el("h3", {}, "States"),
@@ -215,7 +281,7 @@ function keepFocus(replace) {
   logs().forEach((log, number) => { log.scrollTop = tops[number] ?? 0; });
 }
 
-const VIEWS = {jobs, older: jobs, cluster, decisions, keys};
+const VIEWS = {jobs, older: jobs, new: create, cluster, decisions, keys};
 
 async function render() {
   const [, name = "jobs", id] = location.hash.split("/");
@@ -223,9 +289,11 @@ async function render() {
   for (const a of document.querySelectorAll("nav a")) {
     if (a.getAttribute("href") === `#/${name}`) a.setAttribute("aria-current", "page"); else a.removeAttribute("aria-current");
   }
+  if (name === "new" && main.querySelector("form.new")) return;  // events do not take a form from under its reader
   try {
     const content = await view(id);
-    if (main.contains(document.activeElement) && document.activeElement.matches("input")) return;
+    if (location.hash === shown && main.contains(document.activeElement) && document.activeElement.matches("input")) return;
+    shown = location.hash;
     keepFocus(() => main.replaceChildren(...content.filter(Boolean)));
   } catch (problem) {
     if (problem.status === 401) main.replaceChildren(...login());
