@@ -43,7 +43,7 @@ def group_of(paths: dict[str, str]) -> type[TyperGroup]:
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             command = super().get_command(ctx, cmd_name)
             if command is not None and cmd_name in paths:
-                command.help = _unwrapped(documentation(paths[cmd_name]))
+                command.help = documentation(paths[cmd_name])
             return command
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -107,7 +107,7 @@ def documentation(path: str) -> str:
         raise LookupError(path)
     for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == attribute:
-            return ast.get_docstring(node) or ""
+            return _unwrapped(ast.get_docstring(node) or "")
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             helps = {keyword.arg: keyword.value for keyword in node.value.keywords}
             if ast.unparse(node.targets[0]) == attribute and "help" in helps:
