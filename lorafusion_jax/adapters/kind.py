@@ -108,6 +108,11 @@ class Head:
         return {f"{self.name}.{leaf.name}.{'x'.join(map(str, leaf.axes))}": leaf for leaf in self.leaves}
 
     @property
+    def is_exported(self) -> bool:
+        """Whether PEFT folders hold it; one without PEFT names serves training alone."""
+        return any(leaf.peft_name for leaf in self.leaves)
+
+    @property
     def modules(self) -> list[str]:
         """Names of the modules that PEFT saves for the head."""
         return list(dict.fromkeys((leaf.peft_name or "").partition(".")[0] for leaf in self.leaves))

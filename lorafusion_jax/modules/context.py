@@ -250,10 +250,9 @@ class LoRAContext:
         )
         if not shape or table.ndim != 1 or not fits:
             raise _misfit(self.tile_adapter.shape, shape, self.tile)
-        weights = jnp.broadcast_to(1.0 if where is None else jnp.asarray(where, jnp.float32), shape).reshape(
-            len(table), -1
-        )
-        counted = jnp.where(weights == 0, 0.0, losses.astype(jnp.float32).reshape(len(table), -1)) * weights
+        by_entry = len(table), math.prod(shape) // max(len(table), 1)
+        weights = jnp.broadcast_to(1.0 if where is None else jnp.asarray(where, jnp.float32), shape).reshape(by_entry)
+        counted = jnp.where(weights == 0, 0.0, losses.astype(jnp.float32).reshape(by_entry)) * weights
         adapters = table[:, None] == jnp.arange(len(self.scale))
         sums, counts = (jnp.where(adapters, part.sum(1, keepdims=True), 0.0).sum(0) for part in (counted, weights))
         return sums, counts

@@ -80,6 +80,8 @@ def lora_product(
 ) -> Array:
     """Multiplies x [rows, contracted axes] by a weight with each row's adapter → [rows, other axes of w]."""
     rows, part = x.shape[: x.ndim - len(inside)], operands_of(w, adapters, inside, context, x.dtype, where)
+    if 0 in rows:
+        return jnp.zeros((*rows, *part.free), result.dtype)
     if context.draw is not None and context.draw.examples is None and _is_mapped(x):
         raise RunError(
             "lora.vmap-dropout",
@@ -106,6 +108,8 @@ def lora_product(
 def lora_products(x: Array, inside: int, parts: Sequence[Operands], context: LoRAContext) -> list[Array]:
     """`lora_product` of several weights, without dropout: x [rows, `inside` contracted axes] is read once."""
     rows = x.shape[: x.ndim - inside]
+    if 0 in rows:
+        return [jnp.zeros((*rows, *part.free), x.dtype) for part in parts]
     table, _ = context.at_rows(rows, 0)
     ys = multi_lora_linears(
         x.reshape(*rows, parts[0].w_KN.shape[0]),

@@ -18,8 +18,19 @@ from jax import Array, lax
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.loss import sum_by
-from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, LOGPROBS, REFERENCE, SCORE, Chosen, Divergence, Sample
+from lorafusion_jax.objective.protocol import (
+    DIVERGENCE,
+    HIDDEN,
+    LOGPROBS,
+    REFERENCE,
+    SCORE,
+    TOKEN_SCORE,
+    Chosen,
+    Divergence,
+    Sample,
+)
 
+_DIFFERENTIABLE = ("nll", "logprobs", "hidden", "divergence", "token_score")
 COUNT = " count"  # suffix of the name of a ratio's second sum
 
 
@@ -30,6 +41,7 @@ def totals_of(
     hidden_TD: Array | None = None,
     divergence_T: Array | None = None,
     heads: Mapping[str, Array] = {},
+    scores: Mapping[str, Array] = {},
 ) -> dict[str, Array]:
     """Sums of a microbatch per adapter: "loss" and the metrics of all objectives, each float32 [A].
 
@@ -42,6 +54,7 @@ def totals_of(
         hidden_TD: output of the final norm; for objectives that need hidden states or scores.
         divergence_T: weighted divergences from a reference, from `token_divergences`; for objectives that need them.
         heads: key of a head's leaf, see `Head.by_key` → tensor of each sample's adapter, [N, ...].
+        scores: the same → its product with each row, [T]; for objectives that need scores of tokens.
     """
     A = len(chosen) if batch.lora is None else batch.lora.objective.shape[0]
     totals = {"loss": sum_by(losses_T, batch.row_adapter, A)}
@@ -64,7 +77,7 @@ def totals_of(
         divergence_M = sum_by(divergence_T, batch.segment_ids, places)
         everything = everything._replace(divergence=divergence_M[table.segments])
     if table.rows is not None:
-        everything = _with_tokens(everything, losses_T, batch)
+        everything = _with_tokens(everything, losses_T, batch, scores)
     everything = everything._replace(head=heads)
     for first, is_member in groups:
         for name, sums in _of_objective(first, is_member, everything, table, alone=batch.lora is not None).items():
@@ -126,7 +139,7 @@ def _members(batch: Any, chosen: Sequence[Chosen]) -> Iterator[tuple[Chosen, Arr
             yield first, jnp.array([first.same_as(other) for other in chosen])
 
 
-def _with_tokens(everything: Sample, losses_T: Array, batch: Any) -> Sample:
+def _with_tokens(everything: Sample, losses_T: Array, batch: Any, scores: Mapping[str, Array]) -> Sample:
     """Adds what the table holds per learned token, [N, L]."""
     table, rows_NL = batch.samples, batch.samples.rows
     mask_NL = rows_NL < losses_T.shape[0]
@@ -142,6 +155,7 @@ def _with_tokens(everything: Sample, losses_T: Array, batch: Any) -> Sample:
         segment=jnp.where(mask_NL, take(batch.segment_ids) - first_N1, 0),
         reference_logprobs=None if table.reference_logprobs is None else take(table.reference_logprobs),
         values={name: take(array_T) for name, array_T in table.values.items()},
+        token_score={key: take(score_T) for key, score_T in scores.items()},
     )
 
 
@@ -176,7 +190,7 @@ def _of_samples(
     # Samples of other groups are replaced before the loss, which also blocks their gradients.
     samples = _own_samples(chosen, everything, mine_N)
     if alone:
-        differentiable = {name: getattr(samples, name) for name in ("nll", "logprobs", "hidden", "divergence")}
+        differentiable = {name: getattr(samples, name) for name in _DIFFERENTIABLE}
         samples = samples._replace(**lax.optimization_barrier(differentiable))
     loss_N, metrics = jax.vmap(partial(_loss, chosen))(samples)
     if alone:
@@ -225,7 +239,14 @@ def _own_samples(chosen: Chosen, everything: Sample, mine_N: Array) -> Sample:
         segment=take(everything.segment, 0),
         reference_logprobs=take(everything.reference_logprobs) if both else None,
         values={name: take(array) for name, array in everything.values.items()},
+        token_score=take(everything.token_score[score_key(chosen)]) if TOKEN_SCORE in needs else None,
     )
+
+
+def score_key(chosen: Chosen) -> str:
+    """Returns the key of the leaf whose products an objective needs."""
+    assert chosen.head is not None
+    return next(iter(chosen.head.by_key))
 
 
 def _loss(chosen: Chosen, sample: Sample) -> tuple[Array, dict[str, Array]]:
@@ -283,6 +304,7 @@ def sample_shapes(chosen: Chosen, numbers: Iterable[str], values: Iterable[str],
         segment=array(tokens, dtype=jnp.int32),
         reference_logprobs=array(tokens) if REFERENCE in needs else None,
         values={name: array(tokens) for name in values},
+        token_score=array(tokens) if TOKEN_SCORE in needs else None,
     )
 
 
@@ -294,9 +316,11 @@ def check_head(chosen: Chosen) -> None:
     """
     head = chosen.head
     if head is None:
-        if SCORE in chosen.needs:
+        if not chosen.needs.isdisjoint({SCORE, TOKEN_SCORE}):
             raise ValueError("it needs a score and has no head")
         return
+    if TOKEN_SCORE in chosen.needs and (LOGPROBS not in chosen.needs or head.leaves[0].axes != ("D", 1)):
+        raise ValueError("scores of tokens need logprobs, and a head whose first leaf has the axes D and 1")
     names = [leaf.name for leaf in head.leaves]
     if len(set(names)) < len(names):
         raise ValueError(f"two leaves of its head have one name: {', '.join(names)}")
@@ -305,7 +329,7 @@ def check_head(chosen: Chosen) -> None:
     for leaf in head.leaves:
         if any(axis not in ("D", "V") and not isinstance(axis, int) for axis in leaf.axes) or leaf.shared:
             raise ValueError(f"{leaf.name} of its head has the axes {leaf.axes}: D, V and numbers; it cannot be shared")
-        if not leaf.name.isidentifier() or not leaf.peft_name or leaf.peft_name.count(".") != 1:
+        if not leaf.name.isidentifier() or (head.is_exported and (leaf.peft_name or "").count(".") != 1):
             raise ValueError(f"{leaf.name} of its head has no peft_name like 'score.weight', so it cannot be exported")
     if SCORE in chosen.needs and (len(head.leaves[0].axes) != 2 or head.leaves[0].axes[0] != "D"):
         raise ValueError(f"the score is a product with {names[0]}, whose axes are not D and a number")

@@ -34,9 +34,9 @@ def sampled_segments(row: Mapping[str, Any]) -> tuple[Segment]:
     advantages = [row[name] for name in ("advantage", ADVANTAGES) if row.get(name) is not None]
     if len(advantages) != 1:
         raise ValueError(f"it has {'both an advantage and advantages' if advantages else 'no advantage'}")
-    values = {ADVANTAGES: _numbers(advantages[0], "advantages")}
+    values = {ADVANTAGES: numbers_of(advantages[0], "advantages")}
     if row.get(OLD) is not None:
-        old = _numbers(row[OLD], OLD)
+        old = numbers_of(row[OLD], OLD)
         if any(number > 0 for number in (old if isinstance(old, list) else [old])):
             raise ValueError(f"it has {OLD} above 0, which no probability has")
         values[OLD] = old
@@ -67,8 +67,8 @@ class SamplingOptions:
 def importance_sampling_loss(sample: Sample, options: SamplingOptions) -> tuple[Any, dict[str, Any]]:
     """Returns -r A, a mean over the tokens of the global batch."""
     del options  # unused
-    ratio, advantages = _ratio(sample), sample.values[ADVANTAGES]
-    return _token_mean(sample, -ratio * advantages), {"ratio": _mean(sample, ratio), **_entropy(sample)}
+    ratio, advantages = ratio_of(sample), sample.values[ADVANTAGES]
+    return token_mean(sample, -ratio * advantages), {"ratio": mean(sample, ratio), **entropy(sample)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,23 +103,20 @@ def grpo_loss(sample: Sample, options: GRPOOptions) -> tuple[Any, dict[str, Any]
     """
     import jax.numpy as jnp
 
-    ratio, advantages = _ratio(sample, by_sequence=options.ratio == "sequence"), sample.values[ADVANTAGES]
-    high = 1 + (options.epsilon if options.epsilon_high is None else options.epsilon_high)
-    low = 1 - options.epsilon
-    losses = -jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
-    outside = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
-    metrics = {"ratio": _mean(sample, ratio), "clip_ratio": _mean(sample, outside), **_entropy(sample)}
+    ratio, advantages = ratio_of(sample, by_sequence=options.ratio == "sequence"), sample.values[ADVANTAGES]
+    losses, outside = clipped_ratio(ratio, advantages, options.epsilon, options.epsilon_high)
+    metrics = {"ratio": mean(sample, ratio), "clip_ratio": mean(sample, outside), **entropy(sample)}
     divergence = jnp.zeros_like(losses)
     if options.beta:
         difference = jnp.where(sample.mask, sample.reference_logprobs - sample.logprobs, 0.0)
         divergence = jnp.expm1(difference) - difference
         losses += options.beta * divergence
-    metrics["kl"] = _mean(sample, divergence)
+    metrics["kl"] = mean(sample, divergence)
     if options.loss == "grpo":
-        return _mean(sample, losses), metrics
+        return mean(sample, losses), metrics
     if options.completion_tokens is not None:
         return jnp.where(sample.mask, losses, 0.0).sum() / options.completion_tokens, metrics
-    return _token_mean(sample, losses), metrics
+    return token_mean(sample, losses), metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +151,10 @@ def rloo_loss(sample: Sample, options: RLOOOptions) -> tuple[Any, dict[str, Any]
     """Returns -min(r A, clip(r) A), a mean over completions; r is the product of the ratios of all tokens."""
     import jax.numpy as jnp
 
-    ratio, advantage = jnp.exp(_difference(sample).sum()), _mean(sample, sample.values[ADVANTAGES])
-    low, high = 1 - options.epsilon, 1 + (options.epsilon if options.epsilon_high is None else options.epsilon_high)
-    outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
-    metrics = {"ratio": ratio, "clip_ratio": outside, **_entropy(sample), "kl": _kl(sample, options.beta)}
-    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, low, high) * advantage), metrics
+    ratio, advantage = jnp.exp(_difference(sample).sum()), mean(sample, sample.values[ADVANTAGES])
+    loss, outside = clipped_ratio(ratio, advantage, options.epsilon, options.epsilon_high)
+    metrics = {"ratio": ratio, "clip_ratio": outside, **entropy(sample), "kl": _kl(sample, options.beta)}
+    return loss, metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +168,8 @@ def reinforce_loss(sample: Sample, options: ReinforceOptions) -> tuple[Any, dict
     """Returns -Σ r A over the tokens of a completion, a mean over completions."""
     import jax.numpy as jnp
 
-    ratio = _ratio(sample)
-    metrics = {"ratio": _mean(sample, ratio), **_entropy(sample), "kl": _kl(sample, options.beta)}
+    ratio = ratio_of(sample)
+    metrics = {"ratio": mean(sample, ratio), **entropy(sample), "kl": _kl(sample, options.beta)}
     return jnp.where(sample.mask, -ratio * sample.values[ADVANTAGES], 0.0).sum(), metrics
 
 
@@ -193,11 +189,11 @@ def cispo_loss(sample: Sample, options: CISPOOptions) -> tuple[Any, dict[str, An
     import jax
     import jax.numpy as jnp
 
-    ratio, advantages = jax.lax.stop_gradient(_ratio(sample)), sample.values[ADVANTAGES]
+    ratio, advantages = jax.lax.stop_gradient(ratio_of(sample)), sample.values[ADVANTAGES]
     losses = -jnp.minimum(ratio, options.epsilon_high) * advantages * sample.logprobs
     clipped = (ratio > options.epsilon_high) & (advantages > 0)
-    metrics = {"ratio": _mean(sample, ratio), "clip_ratio": _mean(sample, clipped), **_entropy(sample)}
-    return _token_mean(sample, losses), metrics
+    metrics = {"ratio": mean(sample, ratio), "clip_ratio": mean(sample, clipped), **entropy(sample)}
+    return token_mean(sample, losses), metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,10 +208,19 @@ def dft_loss(sample: Sample, options: DFTOptions) -> tuple[Any, dict[str, Any]]:
 
     del options  # unused
     weight = jax.lax.stop_gradient(jnp.exp(sample.logprobs))
-    return _token_mean(sample, -weight * sample.logprobs), {"nll_loss": sample.nll[0] * sample.token_weight[0]}
+    return token_mean(sample, -weight * sample.logprobs), {"nll_loss": sample.nll[0] * sample.token_weight[0]}
 
 
-def _ratio(sample: Sample, *, by_sequence: bool = False) -> Any:
+def clipped_ratio(ratio: Any, advantages: Any, epsilon: float, epsilon_high: float | None) -> tuple[Any, Any]:
+    """Returns -min(r A, clip(r) A), and where the clip took the gradient."""
+    import jax.numpy as jnp
+
+    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    outside = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+    return -jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages), outside
+
+
+def ratio_of(sample: Sample, *, by_sequence: bool = False) -> Any:
     """Returns r [L]; 1 where there is no token."""
     import jax.numpy as jnp
 
@@ -238,27 +243,27 @@ def _kl(sample: Sample, beta: float) -> Any:
     """Returns the mean of log π - log ρ; 0 without a reference."""
     import jax.numpy as jnp
 
-    return _mean(sample, sample.logprobs - sample.reference_logprobs) if beta else jnp.zeros(())
+    return mean(sample, sample.logprobs - sample.reference_logprobs) if beta else jnp.zeros(())
 
 
-def _token_mean(sample: Sample, values: Any) -> Any:
+def token_mean(sample: Sample, values: Any) -> Any:
     import jax.numpy as jnp
 
     return jnp.where(sample.mask, values, 0.0).sum() * sample.token_weight[0]
 
 
-def _mean(sample: Sample, values: Any) -> Any:
+def mean(sample: Sample, values: Any) -> Any:
     """Mean over the tokens of a sample."""
     import jax.numpy as jnp
 
     return jnp.where(sample.mask, values, 0.0).sum() / sample.tokens[0]
 
 
-def _entropy(sample: Sample) -> dict[str, Any]:
+def entropy(sample: Sample) -> dict[str, Any]:
     return {"logps": -sample.nll[0] / sample.tokens[0]}
 
 
-def _numbers(value: Any, name: str) -> Any:
+def numbers_of(value: Any, name: str) -> Any:
     numbers = value if isinstance(value, list) else [value]
     if not numbers or any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
         raise ValueError(f"its {name} are not a number or a list of numbers")

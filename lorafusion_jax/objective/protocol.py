@@ -9,7 +9,10 @@ from typing import Any, Literal, NamedTuple
 from lorafusion_jax.adapters.kind import Head, Leaf
 
 REFERENCE, LOGPROBS, HIDDEN, SCORE, DIVERGENCE = "reference", "logprobs", "hidden", "score", "divergence"
-GIVEN = frozenset({REFERENCE, LOGPROBS, HIDDEN, DIVERGENCE, SCORE})  # further inputs that a run can provide
+TOKEN_SCORE = "token_score"
+GIVEN = frozenset(
+    {REFERENCE, LOGPROBS, HIDDEN, DIVERGENCE, SCORE, TOKEN_SCORE}
+)  # further inputs that a run can provide
 TAKEN = (
     "kind",
     "adapter",
@@ -92,6 +95,8 @@ class Sample(NamedTuple):
         divergence: [S], Σ over the learned tokens of the divergence of the adapter's distribution over the vocabulary
             from the reference's, as `Objective.divergence` says. Needs "divergence".
         head: leaf name → tensor of the adapter's head, if the objective has one.
+        token_score: [L], product of the state that predicts each token and the first leaf of the head, [D, 1]. Needs
+            "token_score" and "logprobs".
         score: [S], product of `hidden` and the first leaf of the head, [D, 1]; [S, n] if the leaf is [D, n]. Needs
             "score".
     """
@@ -111,6 +116,7 @@ class Sample(NamedTuple):
     divergence: Any = None
     head: Mapping[str, Any] = {}
     score: Any = None
+    token_score: Any = None
 
 
 class Divergence(NamedTuple):
@@ -162,7 +168,8 @@ class Objective:
         needs: further inputs that the run must provide, or options → these.
         divergence: options → the divergence that the objective needs.
         head: leaves of the adapter on the final-normed states, or options → these. They are trained with the adapter,
-            and PEFT folders have them in `modules_to_save`, by their `peft_name`, such as "score.weight".
+            and PEFT folders have them in `modules_to_save`, by their `peft_name`, such as "score.weight". A head
+            without these names stays in the run, and exported folders lack it.
         task: PEFT's name of the task in adapter_config.json.
         review: (numbers of all samples by name, options) → notes for the user; raises ValueError if the data cannot be
             used. A number is NaN in the samples of files without it.

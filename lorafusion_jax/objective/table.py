@@ -14,6 +14,7 @@ from lorafusion_jax.objective.distill import DISTILL
 from lorafusion_jax.objective.dpo import DPO, IPO
 from lorafusion_jax.objective.kto import KTO
 from lorafusion_jax.objective.policy import CISPO, DFT, GRPO, GSPO, IMPORTANCE_SAMPLING, REINFORCE, RLOO
+from lorafusion_jax.objective.ppo import PPO
 from lorafusion_jax.objective.protocol import SFT, Objective
 from lorafusion_jax.objective.reward import REWARD
 
@@ -28,6 +29,7 @@ OBJECTIVES: Mapping[str, Objective] = {
     "grpo": GRPO,
     "gspo": GSPO,
     "cispo": CISPO,
+    "ppo": PPO,
     "rloo": RLOO,
     "reinforce": REINFORCE,
     "importance_sampling": IMPORTANCE_SAMPLING,

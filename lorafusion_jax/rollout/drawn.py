@@ -103,6 +103,8 @@ class Drawn:
             kl = samples.sum_segments(np.where(samples.loss_mask, samples.values[OLD] - reference, 0.0))[:, 0]
             penalised = rewards - objective.reward_kl(options) * kl
         advantages = advantages_of(penalised.reshape(-1, adapter.rollout.group), estimator_of(adapter)).reshape(-1)
+        if objective.advantages == "none":  # it makes advantages of the rewards itself, and of NaN none
+            advantages = np.where(np.isnan(rewards), np.nan, advantages)
         samples = samples_of(prompts, [answer.sampled for answer in self.answers], advantages, report)
         judged = rewards[~np.isnan(rewards)]
         return RolloutBatch(

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,8 @@ def write_adapter(
     """
     base, revision = exported_base(config)
     model = ModelConfig.from_hf(base_directory(config))
+    if spec.head is not None and not spec.head.is_exported:
+        spec = replace(spec, head=None)
     record = record | {"adapter": adapter.model_dump(mode="json"), "base": base}
     card = model_card(adapter, record["step"], config, plan=plan, failure=record.get("failed") or "")
     return export_adapter(

@@ -17,9 +17,9 @@ from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.models.balance import balance_losses
 from lorafusion_jax.models.forward import final_norm
 from lorafusion_jax.modules.tensor_sums import TENSOR
-from lorafusion_jax.objective.batch import divergence_rows, totals_of
+from lorafusion_jax.objective.batch import divergence_rows, score_key, totals_of
 from lorafusion_jax.objective.loss import sum_by, token_divergences, token_losses
-from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, SCORE, Chosen
+from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, SCORE, TOKEN_SCORE, Chosen
 from lorafusion_jax.objective.replaced_rows import ReplacedRows
 from lorafusion_jax.objective.row_head import client_logprobs, client_losses
 from lorafusion_jax.objective.rows import NO_ROW
@@ -58,6 +58,7 @@ class LossHead:
         losses_T = self._token_losses(hidden, head, batch, weights, rows)
         needs = frozenset().union(*(objective.needs for objective in chosen))
         divergence_T = self._divergences(hidden, head, batch, chosen) if DIVERGENCE in needs else None
+        scored = {score_key(objective) for objective in chosen if TOKEN_SCORE in objective.needs}
         of_samples = {} if batch.samples is None else heads  # a session has heads before an objective needs them
         totals = totals_of(
             losses_T,
@@ -70,6 +71,7 @@ class LossHead:
                 for name, leaf in of_samples.items()
                 if name != HEAD_ROWS
             },
+            {key: self._scores(hidden, f"{HEAD}{key}", of_samples, batch) for key in sorted(scored) if of_samples},
         )
         if batch.rows is None:
             return totals, None
@@ -106,9 +108,20 @@ class LossHead:
 
     def _of_samples(self, name: str, leaf: Array, batch: Any) -> Array:
         """Returns the tensor of each sample's adapter, [N, ...]; any for samples of others."""
-        at, adapter_N = self.layout.columns[name], batch.samples.adapter
+        return rows_of(leaf[0], self._columns(name, batch.samples.adapter))
+
+    def _columns(self, name: str, adapter: Array) -> Array:
+        """Returns the column of each adapter in a leaf; -1 for others."""
+        at = self.layout.columns[name]
         column_A = jnp.array([first if width else -1 for first, width in zip(at.first, at.width, strict=True)])
-        return rows_of(leaf[0], jnp.where(adapter_N >= 0, column_A[jnp.maximum(adapter_N, 0)], -1))
+        return jnp.where(adapter >= 0, column_A[jnp.maximum(adapter, 0)], -1)
+
+    def _scores(self, hidden: Array, name: str, heads: Mapping[str, Array], batch: Any) -> Array:
+        """Returns the product of each row with its adapter's [D, 1], float32 [T]; 0 for rows of others."""
+        column_T = self._columns(name, batch.row_adapter)
+        mine_T1 = (column_T >= 0)[:, None]  # what others hold, also NaN, is selected away
+        weight_TD = jnp.where(mine_T1, rows_of(heads[name][0], column_T)[..., 0], 0.0)
+        return (jnp.where(mine_T1, hidden, 0.0).astype(jnp.float32) * weight_TD).sum(-1)
 
     def _divergences(self, hidden: Array, head: Array, batch: Any, chosen: Sequence[Chosen]) -> Array:
         weights, betas, temperatures = divergence_rows(batch, chosen)

@@ -18,7 +18,7 @@ from pallas_kernels import backend
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.frozen_weight import FrozenWeight, QuantisedWeight, dimensions_of, frozen_product, is_quantised
 from pallas_kernels.linear import vjp
-from pallas_kernels.linear.describe import Arguments, as_arrays, check_kinds, describe
+from pallas_kernels.linear.describe import Arguments, as_arrays, check_kinds, describe, empty_results
 from pallas_kernels.linear.mesh import partition
 from pallas_kernels.linear.mesh.shard import Call
 from pallas_kernels.manual_axes import vary_like
@@ -118,7 +118,7 @@ def multi_lora_linear(
     `ranks` that are traced.
 
     Args:
-        x: [..., K]; the leading dimensions flatten to T rows.
+        x: [..., K]; the leading dimensions flatten to T rows, which may be none.
         w: [K, N], frozen: an array, or what multiplies by itself, see `pallas_kernels.quantised`.
         a: [A, K, R]; b: [A, R, N], lower ranks padded with zeros; bias: [N], frozen; types as in `lora_linear`.
         tile_adapter: int32 [T / tile], each -1 .. A - 1; -1 marks tiles of padding rows (frozen part only, no gradient
@@ -242,6 +242,8 @@ def _call(
     arguments: Arguments, implementation: str | None, out_sharding: NamedSharding | PartitionSpec | None
 ) -> tuple[jax.Array, ...]:
     """Runs the call, on a mesh shard by shard, and gives every y its sharding."""
+    if (empty := empty_results(arguments)) is not None:
+        return empty
     if arguments.y_dtype is not None:
         if implementation not in (None, XLA):
             raise NotImplementedError(

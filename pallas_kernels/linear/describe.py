@@ -50,7 +50,7 @@ def describe(arguments: Arguments) -> tuple[Static, Operands]:
     }
     check_kinds(x, tile_adapter, arguments.dropout, **arrays)
     if x.ndim == 0 or x.size == 0:
-        raise ValueError(f"x has shape {x.shape}, expected [..., K] with at least one row and one feature")
+        raise ValueError(f"x has shape {x.shape}, expected [..., K] with at least one feature")
     x_TK = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     single = tile_adapter is None
     scale = jnp.asarray(arguments.scale, jnp.float32)
@@ -87,6 +87,16 @@ def describe(arguments: Arguments) -> tuple[Static, Operands]:
         y_dtype=None if arguments.y_dtype is None else jnp.dtype(arguments.y_dtype),
     )
     return static, _without_rank_zero(ops)
+
+
+def empty_results(arguments: Arguments) -> tuple[jax.Array, ...] | None:
+    """Returns every y [..., N] of a call without rows, as of an empty shard or batch; None: it has rows."""
+    x = arguments.x
+    if getattr(x, "ndim", 0) < 2 or x.shape[-1] == 0 or x.size != 0:
+        return None
+    one_row = jnp.zeros((1, x.shape[-1]), x.dtype)
+    _, ops = describe(dataclasses.replace(arguments, x=one_row, tile_adapter=jnp.zeros(1, jnp.int32), dropout=None))
+    return tuple(jnp.zeros((*x.shape[:-1], w.shape[1]), arguments.y_dtype or x.dtype) for w in ops.ws)
 
 
 def _is_in_order(table: Any, num_adapters: int) -> bool:
@@ -168,6 +178,8 @@ def _check_shapes(ops: Operands, num_adapters: int, single: bool) -> None:
     wrong = []
     if not jnp.issubdtype(ops.x.dtype, jnp.floating):
         wrong.append(f"x is {ops.x.dtype}, not a floating type")
+    elif ops.x.dtype.itemsize == 1:  # its products, sums and result would be rounded to 8 bits
+        wrong.append(f"x is {ops.x.dtype}, expected bfloat16, float16 or float32: x.astype(jnp.bfloat16)")
     if ops.x.dtype == jnp.float64:
         wrong.append("x is float64, but all sums are in float32: cast it to float32")
     if not len(ops.ws) == len(ops.as_) == len(ops.bs) == len(ops.biases):

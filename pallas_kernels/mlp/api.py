@@ -165,7 +165,7 @@ def _fused_call(
     if down_dropout is not None and down_dropout.first_column is not None:
         return None
     arrays = jax.tree.leaves((arguments.x, arguments.ws, arguments.as_, arguments.bs))
-    if partition.mesh_of(arrays, implementation) is not None:
+    if partition.mesh_of(arrays, implementation) is not None or 0 in arguments.x.shape[:-1]:
         return None
     static, ops = describe(_of_projections(arguments, slice(0, 2)))
     hidden = jax.ShapeDtypeStruct((ops.x.shape[0], arguments.ws[2].shape[0]), ops.x.dtype)

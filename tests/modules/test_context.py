@@ -206,6 +206,15 @@ def test_an_adapter_without_rows_has_no_loss_and_losses_that_do_not_count_may_be
         context.mean(jnp.ones((3, 5)))
 
 
+@pytest.mark.parametrize("options", [{"train": False}, {"step": 1}])
+def test_a_batch_without_examples_has_results_without_rows(options):
+    specs = [DROPPING[0], AdapterSpec(name="dora", kind="dora", rank=3, alpha=3)]
+    with use_adapters(specs, np.zeros(0, np.int32), **options) as context:
+        y = model_of(specs).up(np.zeros((0, 6, 64), np.float32))
+        assert y.shape == (0, 6, 4)
+        assert context.mean(y).tolist() == [0, 0]
+
+
 class Absorbed(nnx.Module):
     """Attention-like: q and k are read as one fused weight, so both are adapted in vain."""
 

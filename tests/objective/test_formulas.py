@@ -11,6 +11,7 @@ from lorafusion_jax.data.segments import read_samples
 from lorafusion_jax.objective.choose import choose
 from lorafusion_jax.objective.kto import KTO, kto_segments
 from lorafusion_jax.objective.pairs import chosen_and_rejected, prompt_and_answer
+from lorafusion_jax.objective.ppo import PPO
 from lorafusion_jax.objective.protocol import Sample
 
 
@@ -231,3 +232,105 @@ def test_a_margin_raises_what_a_chosen_answer_should_have_more():
     sample = pair(score=np.float32([1.5, 0.25]), numbers={"margin": np.float32(0.5)})
     wanted = -log_sigmoid(1.5 - 0.25 - 0.5) + 0.1 * 1.75**2
     assert loss_of("reward", sample, center=0.1)[0] == pytest.approx(wanted, rel=1e-6)
+
+
+def ppo_reference(logprobs, values, row, options):
+    """PPO of one answer as TRL writes it, but for whitened advantages: loops over tokens, float64."""
+    old, reference, old_values = row["old_logprobs"], row["reference"], row["old_values"]
+    count = len(old)
+    rewards = [-options["beta"] * (p - q) for p, q in zip(old, reference, strict=True)]
+    rewards[-1] += row["reward"]
+    advantages, after = [0.0] * count, 0.0
+    for t in reversed(range(count)):
+        following = old_values[t + 1] if t + 1 < count else 0.0
+        delta = rewards[t] + options["gamma"] * following - old_values[t]
+        after = advantages[t] = delta + options["gamma"] * options["lam"] * after
+    total = 0.0
+    for t in range(count):
+        ratio = np.exp(logprobs[t] - old[t])
+        clipped = np.clip(ratio, 1 - options["epsilon"], 1 + options["epsilon"])
+        total += max(-advantages[t] * ratio, -advantages[t] * clipped)
+        target = advantages[t] + old_values[t]
+        near = np.clip(values[t], old_values[t] - options["value_clip"], old_values[t] + options["value_clip"])
+        total += options["value_weight"] * 0.5 * max((values[t] - target) ** 2, (near - target) ** 2)
+    return total * row["token_weight"]
+
+
+def test_ppo_is_clipped_in_policy_and_value_with_generalised_advantages():
+    options = {"beta": 0.1, "gamma": 0.9, "lam": 0.8, "epsilon": 0.2, "value_clip": 0.15, "value_weight": 0.3}
+    rng, count, length = np.random.default_rng(0), 5, 8  # the rest is padding, whatever it holds
+    row = {"reward": 1.5, "token_weight": 0.2, **{name: -rng.random(count) for name in ("old_logprobs", "reference")}}
+    row["old_values"] = rng.normal(size=count)
+    logprobs, values = row["old_logprobs"] - rng.normal(size=count) * 0.3, rng.normal(size=count)
+    chosen, mask = choose("ppo", options), np.arange(length) < count
+
+    def padded(array):
+        return np.concatenate([array, np.full(length - count, np.nan)])
+
+    def loss(logprobs, values):
+        sample = Sample(
+            nll=-logprobs[:count].sum()[None],
+            tokens=np.array([float(count)]),
+            token_weight=np.array([row["token_weight"]]),
+            logprobs=logprobs,
+            mask=mask,
+            reference_logprobs=padded(row["reference"]),
+            values={
+                "advantages": padded(np.full(count, row["reward"])),
+                "old_logprobs": padded(row["old_logprobs"]),
+                "old_values": padded(row["old_values"]),
+            },
+            token_score=values,
+        )
+        return chosen.objective.loss(sample, chosen.options)[0]
+
+    with jax.enable_x64(True):
+        value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(
+            *(jax.numpy.asarray(padded(a)) for a in (logprobs, values))
+        )
+    assert float(value) == pytest.approx(ppo_reference(logprobs, values, row, options), rel=1e-12)
+    for number, gradient in enumerate(gradients):
+        assert (np.asarray(gradient)[count:] == 0).all()
+        for t in range(count):
+            step = np.zeros(count)
+            step[t] = 1e-6
+            shifted = [
+                ppo_reference(
+                    *(a + sign * step * (n == number) for n, a in enumerate((logprobs, values))), row, options
+                )
+                for sign in (1, -1)
+            ]
+            assert float(gradient[t]) == pytest.approx((shifted[0] - shifted[1]) / 2e-6, abs=1e-7)
+
+
+def test_ppo_learns_nothing_from_an_answer_that_no_reward_judged():
+    sample = Sample(
+        nll=np.float32([2.0]),
+        tokens=np.float32([2]),
+        token_weight=np.float32([0.5]),
+        logprobs=np.float32([-1, -1]),
+        mask=np.array([True, True]),
+        values={"advantages": np.float32([np.nan, np.nan])},
+        token_score=np.float32([1, 2]),
+    )
+    assert loss_of("ppo", sample, beta=0.0)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({}, "no reward"),
+        ({"reward": 1, "rewards": [1]}, "both"),
+        ({"reward": [1.0]}, "one number"),
+        ({"rewards": 1.0}, "one number"),
+        ({"reward": "good"}, "number"),
+        ({"reward": 1, "old_values": ["a"]}, "old_values"),
+    ],
+)
+def test_rows_of_ppo_have_one_reward_or_one_for_each_token(row, says):
+    with pytest.raises(ValueError, match=says):
+        PPO.segments({"prompt_ids": [1], "completion_ids": [2, 3], **row})
+    (segment,) = PPO.segments(
+        {"prompt_ids": [1], "completion_ids": [2, 3], "rewards": [0.0, 1.0], "old_values": [1, 2]}
+    )
+    assert segment.values == {"rewards": [0.0, 1.0], "old_values": [1, 2]}

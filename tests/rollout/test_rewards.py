@@ -40,6 +40,7 @@ def fills(completions):
     for number in range(1000):
         Path(f"part-{number}").write_bytes(bytes(1 << 20))
     time.sleep(60)
+def tool(row, turns): fills(turns)
 def one_file(completions):
     with open("whole", "wb") as file:
         for _ in range(100):
@@ -99,6 +100,12 @@ def test_what_goes_wrong_is_named_and_the_next_call_works(functions, name, says)
         reward(functions, f"code.py:{name}")
     assert says in str(raised.value)
     assert f"code.py:{name}" in str(raised.value)
+    assert reward(functions, "code.py:lengths").tolist() == [2, 1, 5]
+
+
+def test_a_tool_has_the_limits_of_rewards(functions):
+    with pytest.raises(RunError, match=r"code\.py:tool .*disk_mb=5"):
+        functions.call("tool", "code.py:tool", {"turns": [[PROMPTS[0].row, ["a!"]]]})
     assert reward(functions, "code.py:lengths").tolist() == [2, 1, 5]
 
 

@@ -30,13 +30,13 @@ def broken_later(completions, bonus):
         raise ValueError("no judge today")
     return [float(len(text)) for text in completions]
 """
-KILLED_AT = 9  # after the save at slot 6, in the middle of a batch of grpo
+KILLED_AT = 9  # after the save at slot 6, in the middle of a batch of ppo
 ROLLOUT = {"prompts": "prompts.jsonl", "group": 4, "max_tokens": 6}
 ADAPTERS = [
     {"name": "sft", "data": {"train": "law.jsonl"}, "batch": {"global_samples": 4}, "lora": {"rank": 4}, "epochs": 2},
     {
-        "name": "grpo",
-        "objective": "grpo",
+        "name": "ppo",
+        "objective": {"name": "ppo", "beta": 0.05},
         "rollout": ROLLOUT | {"reward": "rewards.py:letters"},
         "data": {"eval": "prompts.jsonl"},
         "eval": {"score": "rewards.py:letters", "max_tokens": 6},
@@ -57,7 +57,13 @@ ADAPTERS = [
         "epochs": 2,
     },
 ]
-BROKEN = {"name": "broken", "rollout": ROLLOUT | {"reward": "rewards.py:broken_later"}, "data": {}, "eval": {}}
+BROKEN = {
+    "name": "broken",
+    "objective": "grpo",
+    "rollout": ROLLOUT | {"reward": "rewards.py:broken_later"},
+    "data": {},
+    "eval": {},
+}
 ADAPTERS.append(ADAPTERS[1] | BROKEN)
 
 
@@ -116,12 +122,12 @@ def steps_of(run: lf.Run, name: str) -> list[dict]:
 def test_adapters_train_on_what_they_sample_beside_others(together):
     plan = RunFolder(together.folder).read_plan()
     shared = [{ref.adapter for ref in slot.samples} for slot in plan.slots]
-    assert {"sft", "grpo"} <= set[str]().union(*(names for names in shared if len(names) > 1)), shared
-    for name in ("grpo", "rloo"):
+    assert {"sft", "ppo"} <= set[str]().union(*(names for names in shared if len(names) > 1)), shared
+    for name in ("ppo", "rloo"):
         steps = steps_of(together, name)
         assert len(steps) == 3
         assert all(0 <= row["reward"] <= 2 for row in steps)
-    on_policy = steps_of(together, "grpo")
+    on_policy = steps_of(together, "ppo")
     assert all(row["lag"] == 0 for row in on_policy)
     assert max(abs(row["ratio"] - 1) for row in on_policy) < 1e-5  # the sampler's log p is the trainer's
     lags = [row["lag"] for row in steps_of(together, "rloo")]
@@ -144,15 +150,18 @@ def test_held_out_prompts_are_rewarded_and_scored(together):
     rows = [row for row in read_rows(together.folder / "metrics.jsonl") if row["kind"] == "eval"]
     assert [row["step"] for row in rows] == [0, 3]
     for row in rows:
-        assert row["adapter"] == "grpo"
+        assert row["adapter"] == "ppo"
         assert row["eval_loss"] == -row["eval_reward"]
         assert row["eval_score"] == row["eval_reward"]  # the same function of the same answers
 
 
 def test_together_is_as_alone(together, train):
     alone = train("alone", ADAPTERS[1:2])
-    assert largest_difference(exported(alone.folder, "grpo"), exported(together.folder, "grpo")) <= 1e-5
-    rewards = [[row["reward"] for row in steps_of(run, "grpo")] for run in (alone, together)]
+    assert largest_difference(exported(alone.folder, "ppo"), exported(together.folder, "ppo")) <= 1e-5
+    config = json.loads((alone.folder / "adapters" / "ppo" / "latest" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] is None  # the value head stays in the run
+    assert steps_of(alone, "ppo")[-1]["value"] != 0
+    rewards = [[row["reward"] for row in steps_of(run, "ppo")] for run in (alone, together)]
     assert rewards[0] == rewards[1]
 
 
@@ -163,7 +172,7 @@ def test_an_adapter_whose_reward_fails_stops_alone(together):
     (event,) = [row for row in read_rows(together.folder / "events.jsonl") if row["kind"] == "adapter-failed"]
     assert "rewards.py:broken_later failed: ValueError: no judge today, line 11 of rewards.py" in event["reason"]
     assert exported(together.folder, "broken")  # its first step
-    assert together.adapters["grpo"]["status"] == together.adapters["sft"]["status"] == "done"
+    assert together.adapters["ppo"]["status"] == together.adapters["sft"]["status"] == "done"
 
 
 class Killed(Exception):
@@ -185,7 +194,7 @@ def killed(train):
 
 def test_a_killed_run_goes_on_bitwise(together, killed, tmp_path):
     resumed = lf.resume(shutil.copytree(killed, tmp_path / "run", symlinks=True), progress=False)
-    for name in ("sft", "grpo", "rloo"):
+    for name in ("sft", "ppo", "rloo"):
         whole, again = exported(together.folder, name), exported(resumed.folder, name)
         assert all((whole[key] == again[key]).all() for key in whole)
         assert steps_of(together, name) == steps_of(resumed, name)
@@ -204,15 +213,15 @@ def test_verify_refuses_by_name_and_extensions_keep_the_prompts(together):
     config = RunFolder(together.folder).read_config()
     prepared = prepare(config)
     job = Job(config=config, prepared=prepared, plan=RunFolder(together.folder).read_plan())
-    data = extended(job, "grpo", epochs=1, steps=None).prepared.adapters["grpo"]
-    assert data.rollout is prepared.adapters["grpo"].rollout
-    assert len(data.order) == len(prepared.adapters["grpo"].order) + 16  # an epoch of four prompts, four answers each
+    data = extended(job, "ppo", epochs=1, steps=None).prepared.adapters["ppo"]
+    assert data.rollout is prepared.adapters["ppo"].rollout
+    assert len(data.order) == len(prepared.adapters["ppo"].order) + 16  # an epoch of four prompts, four answers each
     assert (data.order.reshape(-1, 4) == data.order[::4, None]).all()
 
 
 def test_the_report_shows_answers(together, tmp_path):
     page = together.report().save(tmp_path / "page.html").read_text()
     data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])
-    grpo = next(adapter for adapter in data["adapters"] if adapter["name"] == "grpo")
-    assert grpo["texts"]
-    assert "reward" in json.dumps(grpo)
+    ppo = next(adapter for adapter in data["adapters"] if adapter["name"] == "ppo")
+    assert ppo["texts"]
+    assert "reward" in json.dumps(ppo)

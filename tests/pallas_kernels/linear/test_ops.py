@@ -285,12 +285,28 @@ def test_no_rows_and_scales_of_other_shapes(backend):
             op(scale=number)
     with pytest.raises(ValueError, match=r"scale has shape \(3,\), expected one number"):
         pk.lora_linear(x, w, a[0], b[0], scale=scale, implementation=backend)
-    for shape in ((0, 128), (2, 0, 128)):
-        with pytest.raises(ValueError, match=r"x has shape .*0, 128\), expected \[..., K\] with at least one row"):
-            op(filled(1.0, *shape))
-    with pytest.raises(ValueError, match="at least one row"):
-        pk.lora_linear(x[:0], w, a[0], b[0], scale=0.5, implementation=backend)
+    with pytest.raises(ValueError, match=r"x has shape \(3, 0\), expected \[..., K\] with at least one feature"):
+        op(filled(1.0, 3, 0))
+    with pytest.raises(ValueError, match="x is float8_e4m3fn, expected bfloat16"):
+        op(on_device(x, jnp.float8_e4m3fn))
     np.testing.assert_array_equal(op(scale=scale.tolist()), op())
+
+
+def test_a_call_without_rows_gives_none_and_has_zero_gradients():
+    arguments, _ = draw(table=TABLE)
+    w, a, b = arguments["ws"][0], arguments["as_"][0], arguments["bs"][0]
+
+    def op(a, shape, **others):
+        x = filled(1.0, *shape, 128)
+        return pk.multi_lora_linear(x, w, a, b, scale=arguments["scale"], **others)
+
+    for shape, table in (((0,), np.zeros(0, np.int32)), ((2, 0), TABLE), ((0, 3), None)):
+        assert op(a, shape, tile_adapter=table).shape == (*shape, w.shape[1])
+    assert not jax.grad(lambda a: op(a, (0,), tile_adapter=None).sum())(a).any()
+    half = pk.lora_linear(filled(1.0, 0, 128).astype(jnp.bfloat16), w, a[0], b[0], scale=0.5)
+    assert half.dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="expected"):
+        op(a[:, 1:], (0,), tile_adapter=None)
 
 
 @pytest.mark.parametrize("backend", ["xla", nightly("pallas_triton")])  # the rule is one of all backends
