@@ -292,6 +292,7 @@ def test_no_rows_and_scales_of_other_shapes(backend):
     np.testing.assert_array_equal(op(scale=scale.tolist()), op())
 
 
+@pytest.mark.wrong_types
 def test_a_call_without_rows_gives_none_and_has_zero_gradients():
     arguments, _ = draw(table=TABLE)
     w, a, b = arguments["ws"][0], arguments["as_"][0], arguments["bs"][0]
