@@ -26,8 +26,13 @@ class Fit:
     limit: int
 
 
-def fit_length(encoded: Sequence[Encoded], settings: DataSettings, rows: Rows, adapter: str) -> Fit:
+def fit_length(
+    encoded: Sequence[Encoded], settings: DataSettings, rows: Rows, adapter: str, positions: int | None = None
+) -> Fit:
     """Cuts or removes samples that are longer than `data.max_length`, and removes those without a learned token.
+
+    Args:
+        positions: of the model, which no advice exceeds (None: not known).
 
     Raises:
         DataError: `data.too-long`, or `data.empty-loss` if more than a few rows have no learned token.
@@ -36,13 +41,13 @@ def fit_length(encoded: Sequence[Encoded], settings: DataSettings, rows: Rows, a
     long = [row for row, sample in enumerate(encoded) if len(sample.tokens) > limit]
     drops_all = settings.on_long == "drop" and len(long) == len(encoded)
     if drops_all or (long and settings.on_long == "error"):
-        raise _too_long(long, encoded, limit, rows, adapter)
+        raise _too_long(long, encoded, limit, rows, adapter, positions)
     too_long = long if settings.on_long == "drop" else []
     stays = np.ones(len(encoded), bool)
     stays[too_long] = False
     dropped = [row for row in np.flatnonzero(stays).tolist() if not encoded[row].mask[:limit].any()]
     if len(dropped) > MOST_LOST * len(encoded):
-        raise _empty_loss(dropped, encoded, limit, rows, adapter)
+        raise _empty_loss(dropped, encoded, limit, rows, adapter, positions)
     stays[dropped] = False
     return Fit(
         kept=np.flatnonzero(stays).tolist(),
@@ -53,7 +58,9 @@ def fit_length(encoded: Sequence[Encoded], settings: DataSettings, rows: Rows, a
     )
 
 
-def _too_long(long: list[int], encoded: Sequence[Encoded], limit: int, rows: Rows, adapter: str) -> DataError:
+def _too_long(
+    long: list[int], encoded: Sequence[Encoded], limit: int, rows: Rows, adapter: str, positions: int | None
+) -> DataError:
     longest = max(long, key=lambda row: len(encoded[row].tokens))
     tokens = len(encoded[longest].tokens)
     return DataError(
@@ -61,11 +68,13 @@ def _too_long(long: list[int], encoded: Sequence[Encoded], limit: int, rows: Row
         f"{adapter}: {len(long)} of {len(encoded)} rows are longer than data.max_length={limit}.",
         where=rows.places(long),
         why=f"{rows.locate(longest)} has {tokens} tokens",
-        fix=f"data.max_length: {_round_up(tokens)}   or   data.on_long: cut",
+        fix=_advice(tokens, positions, "cut"),
     )
 
 
-def _empty_loss(dropped: list[int], encoded: Sequence[Encoded], limit: int, rows: Rows, adapter: str) -> DataError:
+def _empty_loss(
+    dropped: list[int], encoded: Sequence[Encoded], limit: int, rows: Rows, adapter: str, positions: int | None
+) -> DataError:
     first = encoded[dropped[0]]
     message = f"{adapter}: {len(dropped)} of {len(encoded)} rows have no token to learn from."
     if not first.mask.any():
@@ -84,9 +93,16 @@ def _empty_loss(dropped: list[int], encoded: Sequence[Encoded], limit: int, rows
         where=rows.places(dropped),
         why=f"data.max_length={limit} cuts the answer ({rows.locate(dropped[0])}: {limit} of "
         f"{len(first.tokens)} tokens kept, the answer starts at token {int(first.mask.argmax())})",
-        fix=f"data.max_length: {_round_up(least_length + 1)}   or   data.on_long: drop",
+        fix=_advice(least_length + 1, positions, "drop"),
     )
 
 
-def _round_up(tokens: int) -> int:
-    return 1 << (tokens - 1).bit_length()
+def _advice(tokens: int, positions: int | None, otherwise: str) -> str:
+    """A length that holds so many tokens, if the model has as many positions, or what to do with long rows."""
+    other = f"data.on_long: {otherwise}"
+    length = 1 << (tokens - 1).bit_length()
+    if positions is None:
+        return f"data.max_length: {length}   or   {other}"
+    if tokens > positions:
+        return f"{other} (the model has {positions} positions)"
+    return f"data.max_length: {min(length, positions)}   or   {other}"

@@ -54,12 +54,18 @@ def parse_message(item: object, number: int) -> tuple[dict, bool | None]:
     if not isinstance(item, dict):
         raise BadRow("data.bad-type", f"message {number} is {type_name(item)}, not an object")
     message = {key: value for key, value in item.items() if value is not None}  # Parquet fills absent keys with null
-    name = message.pop("role", None) or message.pop("from", None)
+    names = [name for name in (message.pop("role", None), message.pop("from", None)) if name]
+    name = names[0] if names else None
     if not isinstance(name, str) or name.lower() not in ROLES:
         raise BadRow("data.bad-role", f"message {number} has the role {name!r}")
     role = ROLES[name.lower()]
+    if any(not isinstance(other, str) or ROLES.get(other.lower()) != role for other in names):
+        raise BadRow("data.bad-role", f"message {number} has the roles {name!r} and {names[1]!r}")
     learned = _take_learned_flag(message, role, number)
-    content = message.pop("content", message.pop("value", None))
+    contents = [message.pop(key) for key in ("content", "value") if key in message]
+    content = contents[0] if contents else None
+    if any(other != content for other in contents):
+        raise BadRow("data.bad-type", f"message {number} has a content and another value")
     if isinstance(content, list):
         content = _joined_parts(content, number)
     if name.lower() in CALLING_ROLES:

@@ -107,6 +107,7 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
         raise_all([problem, *missing_files(config)])
         raise
     tokenizer, model = load_tokenizer(directory), read_shape(directory)
+    tokenizer = dataclasses.replace(tokenizer, positions=None if model is None else model.positions)
     if config.train.samples:
         tokenizer.require()  # rows of tokens need none, the texts of samples do
     errors: list[LoraFusionError] = []

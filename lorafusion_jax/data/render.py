@@ -241,7 +241,8 @@ def _unread_keys(chats: Sequence[Chat], template: ChatTemplate) -> list[str]:
     if not unread:
         return []
     names = ", ".join(f"'{key}'" for key in unread)
-    flags = any(isinstance(message.get(key), bool) for chat in chats for message in chat.messages for key in unread)
+    values = [message.get(key) for chat in chats for message in chat.messages for key in unread]
+    flags = any(isinstance(value, int | float) and value in (0, 1) for value in values)
     learned = "; whatever they say, answers are learned: train: false leaves one out" if flags else ""
     return [f"[data.unused-key] the chat template does not use {names} of messages or chat_template_kwargs{learned}"]
 

@@ -347,11 +347,12 @@ def bad_parquet(name: str, problem: Exception) -> DataError:
     # a name may not be UTF-8
     kind = "an Arrow" if ".arrow" in name.lower() else "a Parquet"
     message = f"is not {kind} file" if isinstance(problem, pa.ArrowInvalid) else "holds values that cannot be read"
+    too_large = "it says that a part of it is larger than the memory" if isinstance(problem, MemoryError) else ""
     return DataError(
         "data.bad-table",
         f"{name} {message}.",
         where=name,
-        why=shortened_text(str(problem).partition("\n")[0], SHOWN_WHY),
+        why=too_large or shortened_text(str(problem).partition("\n")[0], SHOWN_WHY),
         fix="columns of texts, numbers, lists and structs, each once",
     )
 

@@ -196,7 +196,7 @@ def _tokenize(
         encoded = _render(rows, layout, settings, tokenizer, adapter, loss)
     for sample in encoded.samples:
         sample.mask[:1] = False  # the first token cannot be predicted
-    fit = fit_length(encoded.samples, settings, rows, adapter)
+    fit = fit_length(encoded.samples, settings, rows, adapter, tokenizer.positions)
     return _collect(fit, encoded, layout, rows, loss, raw, tokenizer, settings)
 
 

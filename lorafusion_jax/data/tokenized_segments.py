@@ -66,7 +66,7 @@ def tokenize_segments(
     if loss == AFTER_PROMPT:
         _begin_together(samples, encoded, width)
     for index in indices:
-        fit = fit_length(encoded[index], settings, places[index], adapter)
+        fit = fit_length(encoded[index], settings, places[index], adapter, tokenizer.positions)
         kept, cut = kept & set(fit.kept), cut | set(fit.cut)
         dropped, too_long = dropped | set(fit.dropped), too_long | set(fit.too_long)
         texts.append(_texts(segments[index], encoded[index], places[index], adapter))

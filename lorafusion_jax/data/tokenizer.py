@@ -61,6 +61,7 @@ class Tokenizer:
         named_stops: texts of the ends that the model's files name.
         stop_ids: tokens at which generation stops: those that the model's files name, and the one that ends the answers
             of its chat template.
+        positions: of the model (None: not known); advice on lengths stays within them.
     """
 
     backend: tokenizers.Tokenizer
@@ -72,6 +73,7 @@ class Tokenizer:
     adds_bos: bool
     named_stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    positions: int | None = None
 
     @property
     def is_there(self) -> bool:

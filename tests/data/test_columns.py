@@ -351,9 +351,12 @@ def test_an_answer_that_ends_with_the_end_token_gets_one(load):
 
 
 def test_a_flag_that_nobody_reads_is_said_to_do_nothing(load):
-    (note,) = load([{"messages": [ASK, ANSWER | {"skip_me": True}]}]).report.notes
-    assert "'skip_me'" in note
-    assert "answers are learned" in note
+    for flag in ({"skip_me": True}, {"loss_weight": 0}):
+        (note,) = load([{"messages": [ASK, ANSWER | flag]}]).report.notes
+        assert str([*flag])[1:-1] in note
+        assert "answers are learned" in note
+    (note,) = load([{"messages": [ASK, ANSWER | {"stamp_x": 17}]}]).report.notes
+    assert "answers are learned" not in note
 
 
 QUOTING = (

@@ -104,6 +104,19 @@ def test_unknown_role(load):
     assert "message 2 has the role 'wizard'" in error.why
 
 
+@pytest.mark.parametrize(("twice", "code", "says"), [
+    ({"from": "gpt"}, "data.bad-role", "the roles 'user' and 'gpt'"),
+    ({"value": "three?"}, "data.bad-type", "a content and another value"),
+])  # fmt: skip
+def test_keys_of_a_message_that_say_one_thing_are_equal(load, twice, code, says):
+    first, answer = chat("two?", "2")
+    error = fails(load, code, [{"messages": [first | twice, answer]}])
+    assert says in error.why
+    same = load([{"messages": [first | {"from": "human", "value": "two?"}, answer]}])
+    assert same.sample(0)[0].tolist() == load([{"messages": [first, answer]}]).sample(0)[0].tolist()
+    assert same.report.notes == ()
+
+
 @pytest.mark.parametrize(
     "row",
     [

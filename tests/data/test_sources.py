@@ -10,6 +10,7 @@ from pyarrow import parquet
 
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples
+from lorafusion_jax.data.row_files import bad_parquet
 from lorafusion_jax.data.sources import expand_source, open_source, parse_rows, read_rows, row_blocks
 from lorafusion_jax.errors import DataError, install_line
 
@@ -177,6 +178,11 @@ def test_csv_cells_stay_text(tmp_path):
 def test_parquet_that_is_none(tmp_path):
     (tmp_path / "a.parquet").write_text("no parquet at all")
     fails("data.bad-table", "a.parquet", tmp_path)
+
+
+def test_a_part_that_no_memory_holds_is_said_to_be_too_large():
+    problem = pa.ArrowMemoryError("realloc of size 4611686018427387904 failed")
+    assert bad_parquet("law.parquet", problem).why == "it says that a part of it is larger than the memory"
 
 
 def test_parquet_with_a_name_that_is_not_utf8(tmp_path):

@@ -137,6 +137,18 @@ def test_long_row_as_an_error_names_row_and_length(load):
     assert load([PAIR, LONG], max_length=suggested, on_long="error").report.cut == 0
 
 
+@pytest.mark.parametrize(("spare", "fix"), [(5, "data.max_length: {}   or"), (-1, "data.on_long: {} (")])
+def test_advice_on_lengths_stays_within_the_model(load, tokenizer, spare, fix):
+    positions = load([LONG]).report.longest + spare
+    known = dataclasses.replace(tokenizer, positions=positions)
+    error = fails(load, "data.too-long", [PAIR, LONG], tokenizer=known, max_length=32, on_long="error")
+    assert error.fix.startswith(fix.format(positions if spare > 0 else "cut"))
+    error = fails(
+        load, "data.empty-loss", [LONG], tokenizer=dataclasses.replace(tokenizer, positions=33), max_length=32
+    )
+    assert error.fix == "data.on_long: drop (the model has 33 positions)"
+
+
 def test_dropping_every_row_is_an_error(load):
     fails(load, "data.too-long", [LONG], max_length=8, on_long="drop")
 
