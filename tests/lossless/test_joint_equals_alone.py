@@ -22,8 +22,8 @@ from lorafusion_jax.training import RunFolder, train
 TOLERANCE = 1e-5
 
 ADAPTERS = {
-    "med": {  # on all linears
-        "lora": {"rank": 7, "alpha": 7, "dropout": 0.3, "rslora": True, "targets": "all-linear"},
+    "med": {  # with the others, on all linears
+        "lora": {"rank": 7, "alpha": 7, "dropout": 0.3, "rslora": True, "targets": ["q_proj", "k_proj", "up_proj"]},
         "optim": {"lr": 3e-3, "weight_decay": 0.1},
         "batch": {"global_samples": 5},
         "seed": 2,

@@ -28,7 +28,7 @@ def tree(seed):
 
 
 def own_leaves(tree, number):
-    return jax.tree.map(lambda leaf: leaf[number], tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[number], tree)  # by numpy: jax compiles a program for each shape
 
 
 def test_each_adapter_steps_as_in_separate_training():
@@ -111,13 +111,14 @@ def test_misuse_is_an_error_with_a_fix():
 
 def grads_of(numbers, seed):
     """The gradient of a microbatch that has rows of these adapters only."""
-    return jax.tree.map(lambda leaf: leaf.at[jnp.array(sorted({0, 1, 2} - numbers))].set(0.0), three(seed))
+    has_rows = np.isin(np.arange(3), list(numbers))[:, None, None]
+    return {name: np.where(has_rows, leaf, np.float32(0)) for name, leaf in three(seed).items()}
 
 
 def three(seed):
     draw = np.random.default_rng(seed)
     shapes = {"lora_a": (3, 4, 3), "lora_b": (3, 3, 5)}
-    return {name: jnp.asarray(draw.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return {name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 ROWS = ({0}, {1})  # adapters with rows in each of two microbatches; the third has none
@@ -156,7 +157,7 @@ def test_a_gradient_of_several_microbatches_reaches_the_adapters_of_all(around, 
     params = three(7)
     after = jax.jit(lambda params, state: run(optimizer, params, state))(params, optimizer.init(params))
     for name in params:
-        moved = [float(jnp.abs(after[name][n] - params[name][n]).max()) for n in range(3)]
+        moved = [float(np.abs(np.asarray(after[name])[n] - params[name][n]).max()) for n in range(3)]
         assert min(moved[:2]) > 0.1
         assert moved[2] == 0.0
 
