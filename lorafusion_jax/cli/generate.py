@@ -33,18 +33,34 @@ Adapters = Annotated[
         "[default: all of the run]",
     ),
 ]  # fmt: skip
-Base = Annotated[str | None, typer.Option(help="another folder of the base model")]
-Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32 [default: of the run, else bfloat16]")]
-Quantize = Annotated[str | None, typer.Option(help="none, fp8, int8 or nf4 [default: of the run or adapter]")]
-Step = Annotated[int | None, typer.Option(help="exported step of a run's adapters [default: the newest]")]
-Best = Annotated[bool, typer.Option("--best", help="the step of each adapter with the best held-out result")]
+Base = Annotated[str | None, typer.Option(help="another folder of the base model", rich_help_panel="Model")]
+Dtype = Annotated[
+    str | None, typer.Option(help="bfloat16 or float32 [default: of the run, else bfloat16]", rich_help_panel="Model")
+]
+Quantize = Annotated[
+    str | None, typer.Option(help="none, fp8, int8 or nf4 [default: of the run or adapter]", rich_help_panel="Model")
+]
+Step = Annotated[
+    int | None, typer.Option(help="exported step of a run's adapters [default: the newest]", rich_help_panel="Model")
+]
+Best = Annotated[
+    bool, typer.Option("--best", help="the step of each adapter with the best held-out result", rich_help_panel="Model")
+]
 System = Annotated[str | None, typer.Option(help="system message before each prompt")]
-MaxTokens = Annotated[int, typer.Option(help="new tokens at most")]
-Temperature = Annotated[float, typer.Option(help="divides the logits; 0: always the most probable token")]
-TopK = Annotated[int, typer.Option(help="draw from the k most probable tokens; 0: from all")]
-TopP = Annotated[float, typer.Option(help="draw from the fewest tokens of this total probability")]
-Seed = Annotated[int, typer.Option(help="of the draws")]
-Stop = Annotated[list[str] | None, typer.Option(help="text that ends an answer; repeatable")]
+MaxTokens = Annotated[int, typer.Option(help="new tokens at most", rich_help_panel="Sampling")]
+Temperature = Annotated[
+    float, typer.Option(help="divides the logits; 0: always the most probable token", rich_help_panel="Sampling")
+]
+TopK = Annotated[
+    int, typer.Option(help="draw from the k most probable tokens; 0: from all", rich_help_panel="Sampling")
+]
+TopP = Annotated[
+    float, typer.Option(help="draw from the fewest tokens of this total probability", rich_help_panel="Sampling")
+]
+Seed = Annotated[int, typer.Option(help="of the draws", rich_help_panel="Sampling")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="text that ends an answer; repeatable", rich_help_panel="Sampling")
+]
 
 
 def command(

@@ -11,16 +11,36 @@ from lorafusion_jax.errors import ConfigError
 
 Distributed = Annotated[
     bool,
-    typer.Option("--distributed", help="join several processes, given by SLURM, Open MPI or the options below"),
+    typer.Option(
+        "--distributed",
+        help="join several processes, given by SLURM, Open MPI or the options below",
+        rich_help_panel="Several processes",
+    ),
 ]
 Coordinator = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", envvar="JAX_COORDINATOR_ADDRESS", help="address of the first process"),
+    typer.Option(
+        metavar="HOST:PORT",
+        envvar="JAX_COORDINATOR_ADDRESS",
+        help="address of the first process",
+        rich_help_panel="Several processes",
+    ),
 ]
-NumProcesses = Annotated[int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="number of processes")]
+NumProcesses = Annotated[
+    int | None,
+    typer.Option(envvar="JAX_NUM_PROCESSES", help="number of processes", rich_help_panel="Several processes"),
+]
 STARTED = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"]  # set by srun and mpirun
-Started = Annotated[int | None, typer.Option(envvar=STARTED, hidden=True, help="processes that a launcher started")]
-ProcessId = Annotated[int | None, typer.Option(envvar="JAX_PROCESS_ID", help="index of this process, from 0")]
+Started = Annotated[
+    int | None,
+    typer.Option(
+        envvar=STARTED, hidden=True, help="processes that a launcher started", rich_help_panel="Several processes"
+    ),
+]
+ProcessId = Annotated[
+    int | None,
+    typer.Option(envvar="JAX_PROCESS_ID", help="index of this process, from 0", rich_help_panel="Several processes"),
+]
 
 
 def join_processes(

@@ -78,10 +78,11 @@ def convert(values: Mapping[str, Any], name: str) -> Converted:
         ConfigError: `config.not-convertible`, the file names no base model or no data.
     """
     result = Converted()
+    values = {key: value for key, value in values.items() if value is not None}  # as if it were left out
     _objective(values, result)
     values = _with_defaults(values, result)
     for key, value in values.items():
-        if value is None or key in FACTORS:
+        if key in FACTORS:
             continue
         match = counterpart(str(key))
         target = target_of(str(key))

@@ -11,6 +11,7 @@ from lorafusion_jax.config.convert import convert
 from lorafusion_jax.config.data_sources import as_written
 from lorafusion_jax.config.job_template import reference
 from lorafusion_jax.config.load import examine_config, load_config
+from lorafusion_jax.config.other_defaults import target_of
 from lorafusion_jax.config.other_programs import COUNTERPARTS
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.table import OBJECTIVES
@@ -247,3 +248,43 @@ def test_projections_of_other_models_are_named():
     result = converted(AXOLOTL.replace("mlp.down_proj", "Wqkv"))
     assert result.job["lora"]["targets"] == ["q_proj"]
     assert dict(result.notes)["lora_target_modules"] == "no model that is trained here has Wqkv"
+
+
+# Defaults of public argument classes: LLaMA-Factory's hparams at 00577a85, axolotl's schemas at 002a637c and 00564c8f.
+FACTORY_FILE = "model_name_or_path: m\ndataset: rows.jsonl\nstage: sft\nfinetuning_type: lora\n"
+FACTORY = {
+    "lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all", "loraplus_lr_ratio": None, "use_rslora": False,
+    "use_dora": False, "additional_target": None, "pure_bf16": False, "ref_model": None,
+}  # fmt: skip
+FACTORY_PAIRS = {
+    "pref_beta": 0.1, "pref_ftx": 0.0, "pref_loss": "sigmoid", "dpo_label_smoothing": 0.0,
+    "ref_model_quantization_bit": None,
+}  # fmt: skip
+AXOLOTL_FILE = (
+    "base_model: m\ndatasets: [{path: rows.jsonl}]\nadapter: lora\nlearning_rate: 1e-4\nlora_r: 4\nlora_alpha: 4\n"
+)
+AXOLOTL_DEFAULTS = {
+    "gradient_accumulation_steps": 1, "micro_batch_size": 1, "train_on_inputs": False, "weight_decay": 0.0,
+    "optimizer": "adamw_torch_fused", "lr_scheduler": "cosine", "num_epochs": 1.0, "load_in_8bit": False,
+    "load_in_4bit": False, "lora_model_dir": None, "lora_dropout": 0.0, "peft_use_dora": None, "peft_use_rslora": None,
+    "peft_layers_to_transform": None, "peft_trainable_token_indices": None, "loraplus_lr_ratio": None,
+    "lora_target_linear": None, "cosine_min_lr_ratio": None,
+}  # fmt: skip
+DEFAULTS = [
+    *((FACTORY_FILE, key, value) for key, value in FACTORY.items()),
+    *((FACTORY_FILE.replace("sft", "dpo"), key, value) for key, value in FACTORY_PAIRS.items()),
+    *((AXOLOTL_FILE, key, value) for key, value in AXOLOTL_DEFAULTS.items()),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "value"), DEFAULTS, ids=[key for _, key, _ in DEFAULTS])
+def test_a_default_that_is_written_out_changes_nothing(tmp_path, text, key, value):
+    assert target_of(key) is not None or key in COUNTERPARTS
+    jobs = []
+    for number, file in enumerate((text, text + yaml.safe_dump({key: value}))):
+        (tmp_path / f"{number}.yaml").write_text(converted(file).text("Converted."))
+        config = load_config(tmp_path / f"{number}.yaml")
+        (adapter,) = config.adapters
+        rest = config.model_dump(exclude={"adapters"}), adapter.model_dump(exclude={"objective"})
+        jobs.append((*rest, adapter.objective.chosen))
+    assert jobs[0] == jobs[1]
