@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from bigram_worker import BigramProcess
+from pydantic import ValidationError
 from training_service import TrainingService
 
+from lorafusion_jax.serve.api.completion_bodies import CompletionBody
 from lorafusion_jax.serve.store import tables as t
 
 LONG = "the law, the law, the law"
@@ -183,3 +185,10 @@ def test_without_a_worker_it_says_so(start_service, tmp_path, tiny_base):
     with caught.value as problem:
         assert (problem.code, json.loads(problem.read())["error"]["code"]) == (503, "api.no-worker")
         assert problem.headers["Retry-After"]
+
+
+@pytest.mark.parametrize("prompt", [[True, 5], [[5, "6"]], [5.0]])
+def test_prompts_of_other_values_than_token_ids_are_refused(prompt):
+    assert CompletionBody(model="a", prompt=[[5], [6, 7]]).prompt == [[5], [6, 7]]
+    with pytest.raises(ValidationError, match="valid integer"):
+        CompletionBody(model="a", prompt=prompt)

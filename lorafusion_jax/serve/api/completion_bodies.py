@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from lorafusion_jax.generation.sampling import MOST_SEED, Sampling
 
@@ -94,9 +94,9 @@ class CompletionBody(Body):
 
     prompt: (
         Text
-        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[StrictInt], Field(min_length=1)]
         | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Annotated[list[StrictInt], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
