@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from lorafusion_jax.families.family import Family
+from lorafusion_jax.families.family import LETTERS, Family
 from lorafusion_jax.families.hf_config import HARMLESS, shortened
 
 _SPELLINGS = (
@@ -37,6 +37,11 @@ def contradictions(raw: Mapping[str, Any], family: Family) -> list[str]:
     """
     values = {key: value for key, value in raw.items() if value is not None}
     pairs = [*_spellings(values, family), *_head_sizes(values, family), *_ropes(values, family)]
+    letters = "hybrid_override_pattern"
+    if isinstance(types := values.get("layers_block_type"), list) and isinstance(values.get(letters), str):
+        letter_of = {name: letter for letter, name in LETTERS.items()} | {"mamba": "M", "attention": "*"}
+        in_letters = "".join(letter_of.get(str(kind), "?") for kind in types)
+        pairs.append((letters, values[letters], "layers_block_type", in_letters))
     return list(dict.fromkeys(
         f"{key}={shortened(a)} and {other}={shortened(b)} differ" for key, a, other, b in pairs if a != b
     ))  # fmt: skip

@@ -31,7 +31,8 @@ class Attention:
         qk_norm: whether q and k are normalised: each head on its own, or all heads together.
         bias, o_bias: whether q, k and v, and the output, have a bias.
         turned_norm: q and k of each head are normalised after they rotate, not before.
-        fused: q, k and v are one projection, `qkv_proj`.
+        fused: q, k and v are one projection, `fused_name`.
+        by_head: this projection has q, k and v of one head after those of another; otherwise all of q come first.
         sinks: every head has a frozen score of nothing: softmax's sum has one more term, e^sink.
         gated: q_proj has a gate for each output of attention, which is multiplied by its sigmoid: in each head first
             its queries, then its gates.
@@ -40,6 +41,7 @@ class Attention:
         sharing: "gives": later layers read its keys and values. "reads": its keys and values are those of the last
             layer before it that has this module and gives them, and it has no projections and norms of its own for
             them.
+        in_factor, out_factor: of its input, and of its output.
         out: name of the output's projection.
         module: name of this part of the layer; layers with projections of other shapes have another.
     """
@@ -56,12 +58,16 @@ class Attention:
     bias: bool = False
     o_bias: bool = False
     fused: bool = False
+    fused_name: str = "qkv_proj"
+    by_head: bool = False
     turned_norm: bool = False
     sinks: bool = False
     gated: bool = False
     v_norm: bool = False
     k_is_v: bool = False
     sharing: Sharing = "none"
+    in_factor: float = 1.0
+    out_factor: float = 1.0
     out: str = "o_proj"
     module: str = MODULE
 
@@ -94,7 +100,7 @@ class Attention:
         if self.reads:
             outputs = {"q_proj": outputs["q_proj"]}
         if self.fused:
-            outputs = {"qkv_proj": sum(outputs.values())}
+            outputs = {self.fused_name: sum(outputs.values())}
         return (
             *(self._linear(name, "qkv", self.width, size, bias=self.bias) for name, size in outputs.items()),
             self._linear(self.out, "o", self.queries, self.width, bias=self.o_bias),

@@ -6,7 +6,7 @@ from typing import Any
 
 from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.family import Family
-from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, PARALLEL, PER_LAYER, PER_LAYER_NAMES, WIDE_MLP
+from lorafusion_jax.layout.layer import ATTENTION, GLOBAL_ATTENTION, PARALLEL, PER_LAYER, PER_LAYER_NAMES, WIDE_MLP
 
 _GEMMA = {
     "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
@@ -222,6 +222,29 @@ DENSE: dict[str, Family] = {
             "layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct",
             "use_embedding_sharing", "use_gated_activation", "use_parallel_block",
         ),
+    ),
+    "gpt_neox": Family(
+        architectures=("GPTNeoXForCausalLM",), parallel="parallel of two",
+        fields=_LAYER_NORMS | {
+            "fused": True, "fused_name": "query_key_value", "fused_by_head": True, "attention_out": "dense",
+            "attention_module": ATTENTION, "mlp_gated": False, "mlp_names": ("dense_h_to_4h", "dense_4h_to_h"),
+            "mlp_bias": True,
+        },
+        modules={
+            "model.layers": "gpt_neox.layers", "model.embed_tokens": "gpt_neox.embed_in",
+            "model.norm": "gpt_neox.final_layer_norm", "lm_head": "embed_out",
+        },
+        keys={
+            "layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta",
+            "partial_rotary_factor": "partial_rotary_factor", "rope_theta": "rope_theta",
+        },
+        reads={
+            "vocab_size": 50432, "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 44,
+            "num_attention_heads": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "hidden_act": "gelu",
+            "use_parallel_residual": True, "attention_bias": True, "partial_rotary_factor": 0.25,
+        },
+        known=("classifier_dropout", "num_key_value_heads", "head_dim"),
+        ignored=(".attention.bias", ".attention.masked_bias"),
     ),
     "stablelm": Family(
         architectures=("StableLmForCausalLM",), fields=_LAYER_NORMS,

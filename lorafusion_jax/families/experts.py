@@ -65,6 +65,7 @@ class Experts:
         inner: F.
         count: E.
         active: k.
+        gated: whether there is a gate; otherwise an expert is down_e(act(up_e x)).
         bias: whether the projections have biases.
         interleaved: gate and up take turns in the columns of their projection; otherwise gate comes first.
         limit: gate is at most this, and up within ± this; the activation is then gate · σ(1.702 gate) · (up + 1).
@@ -80,6 +81,7 @@ class Experts:
     active: int
     activation: Activation = "silu"
     router: Router = Router()
+    gated: bool = True
     bias: bool = False
     interleaved: bool = False
     limit: float | None = None
@@ -91,7 +93,7 @@ class Experts:
     def linears(self) -> tuple[Linear, ...]:
         return (
             *(() if self.shared is None else self.shared.linears),
-            self._linear(GATE_UP, "experts_in", self.width, 2 * self.inner),
+            self._linear(GATE_UP, "experts_in", self.width, self.inner * (2 if self.gated else 1)),
             self._linear(DOWN, "experts_down", self.inner, self.width),
         )
 
@@ -121,7 +123,7 @@ class Experts:
             *shared,
             *([output] if self.shared_gate else []),
             router,
-            self._saved("gate, up of experts", 2 * self.inner, "gate_up"),
+            self._saved("gate, up of experts", self.inner * (2 if self.gated else 1), "gate_up"),
             self._saved("rows of experts", self.width, input_of=GATE_UP),
             *([self._saved("act(gate) · up of experts", self.inner)] if self.limit is None else []),
             self._saved("weighted act(gate) · up of experts", self.inner, input_of=DOWN),

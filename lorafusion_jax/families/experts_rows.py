@@ -10,7 +10,7 @@ from lorafusion_jax.families.family import Family
 from lorafusion_jax.layout.layer import BLOCK, SHARED_MLP
 
 # Experts as in DeepSeek-V3: groups, an offset that helps to choose, an MLP beside.
-_SIGMOID = Router(score="sigmoid", correction=True, least=1e-20)
+SIGMOID = Router(score="sigmoid", correction=True, least=1e-20)
 _GROUPS = {
     "num_experts_per_tok": 8, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
     "n_group": 1, "topk_group": 1,
@@ -121,7 +121,7 @@ EXPERTS: dict[str, Family] = {
         known=("num_local_experts", "router_aux_loss_coef"), modules={"mlp.router": "mlp.gate"},
     ),
     "glm4_moe": Family(
-        architectures=("Glm4MoeForCausalLM",), fields={"o_bias": False}, experts={"router": _SIGMOID},
+        architectures=("Glm4MoeForCausalLM",), fields={"o_bias": False}, experts={"router": SIGMOID},
         reads=_GROUPS | {
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "attention_bias": False, "use_qk_norm": False,
@@ -131,7 +131,7 @@ EXPERTS: dict[str, Family] = {
         keys=_GROUP_KEYS, known=PREDICTORS, modules={"mlp.router": "mlp.gate"},
     ),
     "deepseek_v3": Family(
-        architectures=("DeepseekV3ForCausalLM",), model_types=("kimi_k2",), latent=True, experts={"router": _SIGMOID},
+        architectures=("DeepseekV3ForCausalLM",), model_types=("kimi_k2",), latent=True, experts={"router": SIGMOID},
         reads=_GROUPS | {
             "num_key_value_heads": 128,
             "max_position_embeddings": 4096, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512,
@@ -143,7 +143,7 @@ EXPERTS: dict[str, Family] = {
         known=_OF_DEEPSEEK,
     ),
     "glm4_moe_lite": Family(
-        architectures=("Glm4MoeLiteForCausalLM",), latent=True, experts={"router": _SIGMOID},
+        architectures=("Glm4MoeLiteForCausalLM",), latent=True, experts={"router": SIGMOID},
         reads=_GROUPS | {
             "num_key_value_heads": 20,
             "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "attention_bias": False, "q_lora_rank": 768,
@@ -172,7 +172,7 @@ EXPERTS: dict[str, Family] = {
     ),
     "dots1": Family(
         architectures=("Dots1ForCausalLM",), windows="switched", fields={"qk_norm": True},
-        experts={"router": _SIGMOID}, modules={"mlp.router": "mlp.gate"}, keys=_GROUP_KEYS, known=_OF_DOTS,
+        experts={"router": SIGMOID}, modules={"mlp.router": "mlp.gate"}, keys=_GROUP_KEYS, known=_OF_DOTS,
         reads=_GROUPS | {
             "vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944, "num_hidden_layers": 62,
             "num_attention_heads": 32, "num_key_value_heads": 32, "attention_bias": False, "sliding_window": 4096,
@@ -194,7 +194,7 @@ EXPERTS: dict[str, Family] = {
         known=tuple(key for key in _OF_DEEPSEEK if key != "topk_method"),
     ),
     "deepseek_v32": Family(
-        architectures=("DeepseekV32ForCausalLM",), latent=True, experts={"router": _SIGMOID},
+        architectures=("DeepseekV32ForCausalLM",), latent=True, experts={"router": SIGMOID},
         reads=_GROUPS | {
             "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
             "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 163840,
@@ -207,7 +207,7 @@ EXPERTS: dict[str, Family] = {
         ignored=_INDEXER,
     ),
     "glm_moe_dsa": Family(
-        architectures=("GlmMoeDsaForCausalLM",), latent=True, experts={"router": _SIGMOID},
+        architectures=("GlmMoeDsaForCausalLM",), latent=True, experts={"router": SIGMOID},
         reads=_GROUPS | {
             "vocab_size": 154880, "hidden_size": 6144, "intermediate_size": 12288, "num_hidden_layers": 78,
             "num_attention_heads": 64, "num_key_value_heads": 64, "rms_norm_eps": 1e-5,
@@ -234,7 +234,7 @@ EXPERTS: dict[str, Family] = {
     ),
     "minimax_m2": Family(
         architectures=("MiniMaxM2ForCausalLM",), fields={"qk_norm": "full"},
-        experts={"router": _SIGMOID},
+        experts={"router": SIGMOID},
         expert_names=tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
         modules={
             "mlp.router": "block_sparse_moe.gate",

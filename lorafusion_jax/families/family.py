@@ -12,6 +12,7 @@ from lorafusion_jax.families.hf_config import COMMON, MEANT
 from lorafusion_jax.families.norm import Place
 
 _LAYERS = "model.layers"
+LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -43,7 +44,7 @@ class Family:
             say the others; `first_k_dense_replace`, `mlp_only_layers` and `decoder_sparse_step`, which layers have an
             MLP instead.
         expert_names: tensors of the experts in a checkpoint, "{}" for the number of the layer's expert: of gate and of
-            up [F, D] and of down [D, F]; or two tensors of all experts, [E, in, out].
+            up [F, D], or of up alone, and of down [D, F]; or two tensors of all experts, [E, in, out].
         experts_transposed: these two are [E, out, in]. Where only the other order fits a file, it has that.
         delta_net: fields of `DeltaNet` that all models of the family have in common; None: it has no such layers. The
             keys `linear_…` say the others, and `layer_types` or `full_attention_interval` which layers have it.
@@ -51,7 +52,10 @@ class Family:
             `conv_…` say its sizes.
         latent: attention has latents; the keys `q_lora_rank`, `kv_lora_rank`, `qk_…` and `v_head_dim` say their widths.
         whole_heads: with latents, `head_dim` counts all channels of q and k, not only the rotating ones.
-        rotated: layers with rotary embeddings: all, or those with a window ("if any": all of a model without windows).
+        one_half: a layer has a mixer, an MLP or experts, as `layer_types` says: "mlp", "moe".
+        frozen: projections of Mamba-2 that PEFT 0.21 adapts in no model of the family.
+        rotated: layers with rotary embeddings: all, none, or those with a window ("if any": all of a model without
+            windows).
         parallel: position of the norms where `use_parallel_residual` is true.
         rope: further fields of `Rope` that all layers of the family have in common, e.g. {"interleaved": True}.
         known_of_rope: keys of `rope_parameters` that do not change what is computed of text.
@@ -78,7 +82,9 @@ class Family:
     latent: bool = False
     whole_heads: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)
-    rotated: Literal["all", "windows", "windows, if any"] = "all"
+    one_half: bool = False
+    frozen: tuple[str, ...] = ()
+    rotated: Literal["all", "none", "windows", "windows, if any"] = "all"
     parallel: Place = "parallel"
     known_of_rope: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -106,7 +112,11 @@ class Family:
         values = {self.keys.get(key, key): raw[key] for key in present}
         if not values.get("rope_parameters"):  # as missing; the older spelling counts before the family's default
             values |= {"rope_parameters": None if values.get("rope_scaling") else self.reads.get("rope_parameters")}
+        if isinstance(letters := values.get("hybrid_override_pattern"), str) and not values.get("layer_types"):
+            values["layer_types"] = [LETTERS.get(letter, letter) for letter in letters]
         values = dict(self.reads) | values
+        if self.one_half and isinstance(types := values.get("layer_types"), list):
+            values["num_hidden_layers"] = values.get("num_hidden_layers") or len(types)
         if values.get("use_sliding_window") is False and values.get("sliding_window") == 0:
             values["sliding_window"] = None  # transformers writes 0 where windows are off
         for key, others in self.meant.items():

@@ -87,6 +87,7 @@ class HFConfig(BaseModel):
     first_k_dense_replace: Annotated[int, Field(ge=0)] | None = None
     mlp_layer_types: list[str] | None = None
     n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
+    moe_shared_expert_intermediate_size: Width | None = None
     shared_expert_intermediate_size: Width | None = None
     routed_scaling_factor: Positive | None = None
     n_group: Width | None = None
@@ -102,6 +103,20 @@ class HFConfig(BaseModel):
     mamba_conv_bias: bool | None = None
     mamba_proj_bias: bool | None = None
     time_step_limit: list[Any] | None = None
+    mamba_d_ssm: Width | None = None
+    mamba_rms_norm: bool | None = None
+    mamba_norm_before_gate: bool | None = None
+    mamba_hidden_act: str | None = None
+    projectors_bias: bool | None = None
+    key_multiplier: Positive | None = None
+    attention_in_multiplier: Positive | None = None
+    attention_out_multiplier: Positive | None = None
+    ssm_in_multiplier: Positive | None = None
+    ssm_out_multiplier: Positive | None = None
+    ssm_multipliers: Annotated[list[Positive], Field(min_length=5, max_length=5)] | None = None
+    mlp_multipliers: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
+    time_step_min: Share | None = None
+    hybrid_override_pattern: str | None = None
     attn_layer_indices: list[int] | None = None
     full_attn_idxs: list[int] | None = None
     conv_L_cache: Annotated[int, Field(ge=1, le=64)] | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lorafusion_jax.families.experts import Router
-from lorafusion_jax.families.experts_rows import GRANITE_EXPERTS, GRANITE_MOE
+from lorafusion_jax.families.experts_rows import GRANITE_EXPERTS, GRANITE_MOE, PREDICTORS, SIGMOID
 from lorafusion_jax.families.family import Family
-from lorafusion_jax.layout.layer import SHARED_MLP
+from lorafusion_jax.layout.layer import FEED_FORWARD, MIXER, SHARED_MLP
 
 # Qwen3-Next and later: a gated delta net in three of four layers. The tensors of "mtp" predict further tokens.
 _DELTA = {
@@ -22,7 +22,7 @@ _MAMBA = {
 }  # fmt: skip
 
 _LFM2 = {
-    "qk_norm": True, "attention_out": "out_proj", "mlp_module": "feed_forward", "mlp_names": ("w1", "w3", "w2"),
+    "qk_norm": True, "attention_out": "out_proj", "mlp_module": FEED_FORWARD, "mlp_names": ("w1", "w3", "w2"),
 }  # fmt: skip
 _LFM2_NAMES = {
     "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
@@ -74,7 +74,7 @@ HYBRID: dict[str, Family] = {
         known=("router_aux_loss_coef", "mamba_chunk_size", "normalization_function", "init_method"),
     ),
     "bamba": Family(
-        architectures=("BambaForCausalLM",), mixer="mamba", fields={"mlp_module": "feed_forward"},
+        architectures=("BambaForCausalLM",), mixer="mamba", fields={"mlp_module": FEED_FORWARD},
         reads=_MAMBA | {
             "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
@@ -83,6 +83,62 @@ HYBRID: dict[str, Family] = {
         },
         known=("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb", "layers_block_type"),
         modules={"post_attention_layernorm": "pre_ff_layernorm", "model.norm": "model.final_layernorm"},
+    ),
+    "nemotron_h": Family(
+        architectures=("NemotronHForCausalLM",), mixer="mamba", one_half=True, rotated="none", frozen=("out_proj",),
+        fields={
+            "attention_module": MIXER, "mlp_module": MIXER, "mlp_gated": False, "mlp_names": ("up_proj", "down_proj"),
+        },
+        experts={"router": SIGMOID, "module": MIXER, "gated": False},
+        expert_names=(f"{MIXER}.experts.{{}}.up_proj", f"{MIXER}.experts.{{}}.down_proj"),
+        modules={
+            "model.layers": "backbone.layers", "model.embed_tokens": "backbone.embeddings",
+            "model.norm": "backbone.norm_f", "input_layernorm": "norm", "post_attention_layernorm": "norm",
+            f"{MIXER}.router": f"{MIXER}.gate",
+        },
+        keys={
+            "layers_block_type": "layer_types", "layer_types": "layer_types", "mlp_hidden_act": "hidden_act",
+            "layer_norm_epsilon": "rms_norm_eps", "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head",
+            "n_groups": "mamba_n_groups", "ssm_state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv",
+            "use_conv_bias": "mamba_conv_bias", "use_bias": "mamba_proj_bias", "n_routed_experts": "num_experts",
+            "num_local_experts": "num_experts", "attention_head_dim": "head_dim", "head_dim": "head_dim",
+        },
+        reads={
+            "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
+            "hidden_act": "relu2", "mlp_bias": False, "rms_norm_eps": 1e-5, "mamba_hidden_act": "silu",
+            "mamba_d_state": 128, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 8, "mamba_d_conv": 4,
+            "mamba_conv_bias": True, "mamba_proj_bias": False, "time_step_min": 0.001, "hybrid_override_pattern": None,
+            "layer_types": ["linear_attention", "moe", "full_attention", "mlp"], "num_experts": 8,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+            "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        },
+        known=(
+            *PREDICTORS, "chunk_size", "expand", "mamba_proj_bias", "mamba_ssm_cache_dtype",
+            "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts",
+            "num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_limit",
+            "time_step_max", "use_mamba_kernels",
+        ),
+        ignored=("mtp.",),
+    ),
+    "falcon_h1": Family(
+        architectures=("FalconH1ForCausalLM",), mixer="mamba", frozen=("out_proj",),
+        fields={"mixer_beside": True, "mlp_module": FEED_FORWARD},
+        modules={"post_attention_layernorm": "pre_ff_layernorm", "model.norm": "model.final_layernorm"},
+        keys={"lm_head_multiplier": "logit_scale"},
+        reads=_MAMBA | {
+            "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192, "attention_bias": False, "mlp_bias": False, "projectors_bias": False,
+            "mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True, "logit_scale": 1.0,
+            "embedding_multiplier": 1.0, "key_multiplier": 1.0, "attention_in_multiplier": 1.0,
+            "attention_out_multiplier": 1.0, "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0,
+            "ssm_multipliers": None, "mlp_multipliers": None,
+        },
+        known=(
+            "mamba_chunk_size", "num_logits_to_keep", "layers_block_type", "layer_types", "mamba_use_mlp",
+            "mlp_expansion_factor",
+        ),
     ),
     "lfm2": Family(
         architectures=("Lfm2ForCausalLM",), mixer="convolution", fields=_LFM2, modules=_LFM2_NAMES,
@@ -105,7 +161,7 @@ HYBRID: dict[str, Family] = {
     ),
     "lfm2_moe": Family(
         architectures=("Lfm2MoeForCausalLM",), mixer="convolution", fields=_LFM2,
-        experts={"router": Router(score="sigmoid", correction=True, least=1e-6), "module": "feed_forward"},
+        experts={"router": Router(score="sigmoid", correction=True, least=1e-6), "module": FEED_FORWARD},
         expert_names=tuple(f"feed_forward.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
         modules=_LFM2_NAMES | {
             "feed_forward.router": "feed_forward.gate",

@@ -19,6 +19,33 @@ from lorafusion_jax.layout.layer import FrozenArray, LayerSpec, Linear, Mechanis
 SCALAR = "layer_scalar"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """Nothing in place of a layer's mixer or of its MLP: x passes this half as it is."""
+
+    linears: tuple[Linear, ...] = ()
+    norms: tuple[Norm, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
+    arrays: tuple[FrozenArray, ...] = ()
+    module: str = "absent"
+    rope: None = None
+    window: None = None
+    queries: int = 0
+    keys: int = 0
+    inner: int = 0
+    row_elements: int = 0
+    gated_elements: int = 0
+    as_one_op: bool = False
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def reach(self, sample_tokens: float) -> float:
+        del sample_tokens
+        return 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer(LayerSpec):
     """A decoder layer.
@@ -27,6 +54,7 @@ class Layer(LayerSpec):
 
     Args:
         around: norms of attention's and the MLP's inputs and outputs.
+        second: a mixer beside attention, which reads the same; both are added.
         beside: experts beside the MLP.
         own_input: an input of this layer, beside x, added after the MLP.
         residual: factor of what attention and the MLP add.
@@ -39,9 +67,10 @@ class Layer(LayerSpec):
     ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
     """
 
-    attention: Attention | DeltaNet | LatentAttention | Mamba | ShortConvolution
-    mlp: Mlp | Experts
+    attention: Attention | DeltaNet | LatentAttention | Mamba | ShortConvolution | Absent
+    mlp: Mlp | Experts | Absent
     around: Norms
+    second: Mamba | None = None
     beside: ParallelExperts | None = None
     own_input: PerLayerInput | None = None
     residual: float = 1.0
@@ -64,7 +93,8 @@ class Layer(LayerSpec):
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what a sequence keeps in the layer, whatever its length, by name; float32."""
-        return {} if isinstance(self.attention, Attention | LatentAttention) else self.attention.state_shapes
+        mixer = self.second or self.attention
+        return {} if isinstance(mixer, Attention | LatentAttention) else mixer.state_shapes
 
     @property
     def row_elements(self) -> int:
@@ -77,8 +107,9 @@ class Layer(LayerSpec):
         return self.mlp.gated_elements + (0 if self.beside is None else self.beside.gated_elements)
 
     def __post_init__(self) -> None:
+        second = () if self.second is None else (self.second,)
         others = tuple(part for part in (self.beside, self.own_input) if part is not None)
-        mechanisms: tuple[Mechanism, ...] = (self.attention, self.mlp, *others, self.around)
+        mechanisms: tuple[Mechanism, ...] = (self.attention, *second, self.mlp, *others, self.around)
         for name in ("linears", "norms", "saved", "arrays"):
             parts = tuple(part for mechanism in mechanisms for part in getattr(mechanism, name))
             object.__setattr__(self, name, parts)

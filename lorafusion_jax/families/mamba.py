@@ -6,7 +6,8 @@ D model width · H heads · P head width · G groups of heads · N state width
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from lorafusion_jax.families.mlp import Activation
 from lorafusion_jax.layout.layer import MAMBA, FrozenArray, Linear, Norm, SavedTensor
@@ -27,8 +28,12 @@ class Mamba:
         width: D.
         heads, head_dim, groups, state: H, P, G and N.
         kernel: rows of the convolution.
-        bias, conv_bias: whether in_proj and out_proj, and the convolution, have a bias.
+        bias, out_bias, conv_bias: whether in_proj, out_proj and the convolution have a bias.
         least, most: limits of Δ.
+        in_factor, factors, out_factor: of its input, of z, x, B, C and Δ as in_proj gives them (none: 1), and of its
+            output.
+        adapted_out: whether out_proj may have adapters.
+        norm: whether z gates before the norm, after it, or there is no norm.
     """
 
     width: int
@@ -39,9 +44,15 @@ class Mamba:
     kernel: int = 4
     activation: Activation = "silu"
     bias: bool = False
+    out_bias: bool = False
     conv_bias: bool = True
     least: float = 0.0
     most: float = math.inf
+    in_factor: float = 1.0
+    factors: tuple[float, ...] = ()
+    out_factor: float = 1.0
+    adapted_out: bool = True
+    norm: Literal["gated", "before gate", "none"] = "gated"
     module: str = MAMBA
 
     @property
@@ -63,13 +74,14 @@ class Mamba:
     def linears(self) -> tuple[Linear, ...]:
         inputs = self.queries + self.channels + self.heads
         return (
-            self._linear("in_proj", IN, self.width, inputs),
-            self._linear("out_proj", OUT, self.queries, self.width),
+            self._linear("in_proj", IN, self.width, inputs, self.bias),
+            replace(self._linear("out_proj", OUT, self.queries, self.width, self.out_bias), is_target=self.adapted_out),
         )
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        return (Norm(path=f"{self.module}.norm", half="attention", width=self.queries),)
+        path = f"{self.module}.norm"
+        return () if self.norm == "none" else (Norm(path=path, half="attention", width=self.queries),)
 
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
@@ -114,10 +126,10 @@ class Mamba:
         del sample_tokens  # each row reads one state
         return 2 * self.state + CHUNK * (self.state / self.head_dim / self.heads * self.groups + 1)
 
-    def _linear(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
+    def _linear(self, name: str, site: str, inputs: int, outputs: int, bias: bool) -> Linear:
         return Linear(
             name=name, module=self.module, half="attention", site=site, in_features=inputs, out_features=outputs,
-            bias=self.bias,
+            bias=bias,
         )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class Mlp:
         fused: gate and up are one projection, gate first: `gate_up_proj`, or the first of two names.
         gated: whether there is a gate.
         names: of its projections, as in checkpoints: gate, up and down; without a gate, up and down.
+        gate_factor, out_factor: of the gate before its activation, and of the output.
         module: part of the layer that owns it.
     """
 
@@ -32,6 +33,8 @@ class Mlp:
     fused: bool = False
     gated: bool = True
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    gate_factor: float = 1.0
+    out_factor: float = 1.0
     module: str = MODULE
 
     @property
@@ -81,7 +84,8 @@ class Mlp:
     @property
     def as_one_op(self) -> bool:
         """Whether there is an op for the whole MLP, on devices that have its kernels."""
-        return self.activation == "silu" and self.gated and not self.fused
+        plain = self.gate_factor == 1 and self.out_factor == 1
+        return self.activation == "silu" and self.gated and plain and not self.fused
 
     def _linear(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
         return Linear(

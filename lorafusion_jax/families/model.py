@@ -22,7 +22,7 @@ from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.experts_rows import PREDICTORS
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.families.latent_attention import LatentAttention
-from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.families.layer import Absent, Layer
 from lorafusion_jax.families.mamba import Mamba
 from lorafusion_jax.families.mlp import MODULE as MLP
 from lorafusion_jax.families.mlp import Activation, Mlp
@@ -35,7 +35,7 @@ from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.families.table import family_named, known_models
 from lorafusion_jax.families.write import config_json
-from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, WIDE_MLP, Half, Linear, saved_path
+from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, HALVES, WIDE_MLP, Half, Linear, saved_path
 from lorafusion_jax.readable import SETTINGS, read_text
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\..+")
@@ -53,7 +53,7 @@ class ModelConfig:
         qk_norm: whether q and k are normalised: each head on its own (True), or all heads together ("full").
         mlp_gated, mlp_names, mlp_module: see `families.mlp.Mlp`.
         turned_norm: see `families.attention.Attention`.
-        fused: q, k and v are one projection, and so are gate and up; or only the latter ("mlp").
+        fused: q, k and v are one projection, and so are gate and up, if there is a gate; or only the latter ("mlp").
         attention_scale, attention_soft_cap: see `families.attention.Attention`.
         embedding_scale: factor of the embeddings, rounded to their dtype.
         residual_scale: factor of what attention and the MLP add.
@@ -64,6 +64,10 @@ class ModelConfig:
         v_norm: see `families.attention.Attention`.
         layer_scalar: see `families.layer.Layer.scaled`.
         delta_net, mixer: instead of attention, in the layers of `pattern` that say so.
+        mixer_beside: the mixer is beside attention, in all layers.
+        attention_factors, mlp_factors: of the input and the output of attention; of the MLP's gate and its output.
+        attention_module: name of attention in its layer.
+        fused_name, fused_by_head: see `families.attention.Attention`.
         latent: attention of all layers, but for its rope (None: it has no latents).
         input_width, input_vocab: width of the inputs that layers have of their own, and rows of their table (0: there
             are none), see `families.per_layer_input`.
@@ -125,6 +129,12 @@ class ModelConfig:
     layer_scalar: bool = False
     delta_net: DeltaNet | None = None
     mixer: Mamba | ShortConvolution | None = None
+    mixer_beside: bool = False
+    attention_factors: tuple[float, float] = (1.0, 1.0)
+    mlp_factors: tuple[float, float] = (1.0, 1.0)
+    attention_module: str = MODULE
+    fused_name: str = "qkv_proj"
+    fused_by_head: bool = False
     latent: LatentAttention | None = None
     input_width: int = 0
     input_vocab: int = 0
@@ -266,25 +276,30 @@ class ModelConfig:
             assert self.delta_net or self.mixer, "a layer of linear attention needs `delta_net` or `mixer`"
         recurrent = self.delta_net or self.mixer
         mixer = recurrent if kind.linear and recurrent else self._attention(kind)
+        gate_factor, out_factor = self.mlp_factors
         mlp = Mlp(
             width=self.hidden_size,
             inner=self.intermediate_size * (2 if kind.wide else 1),
             activation=self.activation,
             bias=self.mlp_bias,
-            fused=bool(self.fused),
+            fused=bool(self.fused) and self.mlp_gated,
             gated=self.mlp_gated,
             names=self.mlp_names,
+            gate_factor=gate_factor,
+            out_factor=out_factor,
             module=WIDE_MLP if kind.wide else self.mlp_module,
         )
         around = Norms(
-            width=self.hidden_size, position=self.norms, kind=self.norm_kind, bias=self.norm_bias,
-            offset=self.norm_offset, eps=self.norm_eps,
+            width=self.hidden_size, position=self.norms, kind=self.norm_kind,
+            bias=self.norm_bias, offset=self.norm_offset, eps=self.norm_eps,
+            halves=(kind.only,) if kind.only else HALVES,
         )  # fmt: skip
         experts = None if kind.dense else self.experts
         beside = experts if isinstance(experts, ParallelExperts) else None
         return Layer(
-            attention=mixer,
-            mlp=experts if experts and not beside else mlp,
+            attention=Absent() if kind.only == "mlp" else mixer,
+            second=self.mixer if self.mixer_beside and isinstance(self.mixer, Mamba) else None,
+            mlp=Absent() if kind.only == "attention" else experts if experts and not beside else mlp,
             around=around,
             beside=beside,
             own_input=self._own_input,
@@ -300,8 +315,9 @@ class ModelConfig:
 
     @property
     def undivided(self) -> bool:
-        """Whether attention and the MLP of its layers read one x, so that stages end between layers only."""
-        return any(layer.around.parallel for layer in self.kinds)
+        """Whether attention and the MLP of its layers read one x, or are layers of their own, so that stages end
+        between layers only."""
+        return any(layer.around.parallel or len(layer.around.halves) == 1 for layer in self.kinds)
 
     @property
     def crossing(self) -> str | None:
@@ -345,13 +361,17 @@ class ModelConfig:
             o_bias=self.o_bias,
             turned_norm=self.turned_norm,
             fused=self.fused is True,
+            fused_name=self.fused_name,
+            by_head=self.fused_by_head,
             sinks=self.attention_sinks,
             gated=self.attention_gate,
             v_norm=self.v_norm,
             k_is_v=kind.k_is_v,
             sharing=kind.sharing,
+            in_factor=self.attention_factors[0],
+            out_factor=self.attention_factors[1],
             out=self.attention_out,
-            module=MODULE if kind.head_dim is None else GLOBAL_ATTENTION,
+            module=self.attention_module if kind.head_dim is None else GLOBAL_ATTENTION,
         )
 
     def part_of(self, tensor: int) -> ModelConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lorafusion_jax.layout.layer import FrozenArray, Half, Linear, Norm, SavedTensor
+from lorafusion_jax.layout.layer import HALVES, FrozenArray, Half, Linear, Norm, SavedTensor
 
 Place = Literal["pre", "post", "sandwich", "parallel", "parallel of two"]
 Kind = Literal["rms", "layer"]
@@ -23,6 +23,7 @@ class Norms:
             halves read the norm of one x, x + attention(norm x) + mlp(norm x);  "parallel of two": each has its norm.
         kind: "layer": of x without its mean.
         bias: whether layer norms have a bias; weight and bias are the rows of one leaf, [2, D].
+        halves: those that the layer has.
         offset: added to every weight of a layer's norms and of the final norm.
     """
 
@@ -30,6 +31,7 @@ class Norms:
     position: Place = "pre"
     kind: Kind = "rms"
     bias: bool = False
+    halves: tuple[Half, ...] = HALVES
     offset: float = 0.0
     eps: float = 1e-6
 
@@ -43,7 +45,7 @@ class Norms:
             "parallel": {"attention": "input_layernorm"},
             "parallel of two": {"attention": "input_layernorm", "mlp": "post_attention_layernorm"},
         }
-        return names[self.position]
+        return {half: name for half, name in names[self.position].items() if half in self.halves}
 
     @property
     def after(self) -> dict[Half, str]:
@@ -82,7 +84,7 @@ class Norms:
                 SavedTensor(name="x between", half="mlp", width=self.width, entry=True),
                 SavedTensor(name="down_out", half="mlp", width=self.width, checkpoint="down_out"),
             )
-        elif self.parallel:
+        elif self.parallel or len(self.halves) == 1:
             outputs = ()
         else:
             outputs = (SavedTensor(name="o_out", half="mlp", width=self.width, checkpoint="o_out", entry=True),)

@@ -11,9 +11,12 @@ from lorafusion_jax.families.hf_config import HFConfig, shortened
 from lorafusion_jax.families.read_full_layers import check_full_layers, read_full_sizes, read_sharing
 from lorafusion_jax.families.read_rope import FULL, LAYER_TYPES, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.layout.layer import Half
 
 _OLDER = {"attention": FULL, "mamba": LINEAR, "conv": LINEAR}  # spellings of published files
 DENSE, SPARSE = "dense", "sparse"  # of `mlp_layer_types`
+# Types of layers of one half.
+ALONE: dict[str, Half] = {"mlp": "mlp", "moe": "mlp", FULL: "attention", LINEAR: "attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,7 @@ class LayerType:
         head_dim, kv_heads: of attention, where they are not those of the model (None: they are).
         k_is_v, sharing: see `families.attention.Attention`.
         wide: an MLP of twice the width.
+        only: the half that the layer has (None: both).
     """
 
     window: int | None = None
@@ -39,6 +43,7 @@ class LayerType:
     k_is_v: bool = False
     sharing: Sharing = "none"
     wide: bool = False
+    only: Half | None = None
 
 
 def read_pattern(
@@ -50,9 +55,10 @@ def read_pattern(
     if family.mixer is not None:
         names = [_OLDER.get(name, name) for name in names]
     turns = _turns(hf, family, count)
-    if hf.position_embedding_type != "rope" and "position_embedding_type" in family.meanings:
+    unsaid = hf.position_embedding_type != "rope" and "position_embedding_type" in family.meanings
+    if family.rotated == "none" or unsaid:
         turns = [False] * count
-    if family.rotated != "all":
+    if family.rotated.startswith("windows"):
         every = family.rotated == "windows, if any" and hf.sliding_window is None
         turns = [every or name == SLIDING for name in names]
     per_layer = (("layer_types", names), ("no_rope_layers", turns), ("mlp_layer_types", _dense(hf, family, count)))
@@ -62,6 +68,8 @@ def read_pattern(
     if isinstance(hf.sliding_window_pattern, str) and hf.layer_types is None and hf.sliding_window is not None:
         unsupported.append(f"sliding_window_pattern={shortened(hf.sliding_window_pattern)} without layer_types")
     readable = (*LAYER_TYPES, LINEAR) if family.delta_net is not None or family.mixer is not None else LAYER_TYPES
+    alone: dict[str, Half] = ALONE if family.one_half else {}
+    readable = (*readable, *(name for name in alone if name not in readable))
     if "mlp_layer_types" in family.meanings:
         unsupported += _unread_mlp_types(hf, followed="index_topk" in family.meanings)
     unknown = [name for name in dict.fromkeys(names) if name not in readable]
@@ -80,7 +88,8 @@ def read_pattern(
             window=windows.get(name),
             rope=ropes.get(name) if turn else None,
             linear=name == LINEAR,
-            dense=dense,
+            dense=dense or (family.one_half and name != "moe"),
+            only=alone.get(name),
             sharing=shares,
             wide=shares == "reads" and bool(hf.use_double_wide_mlp),
             **sizes.get(name, {}),
@@ -94,6 +103,8 @@ def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
     if family.delta_net is not None and hf.layer_types is None:
         every = hf.full_attention_interval or 1
         return [FULL if (number + 1) % every == 0 else LINEAR for number in range(count)]
+    if family.fields.get("mixer_beside"):
+        return [FULL] * count
     if family.mixer is not None and hf.layer_types is None:
         full = hf.attn_layer_indices if "attn_layer_indices" in reads else hf.full_attn_idxs
         every = family.mixer == "convolution" and full is None  # so in transformers

@@ -70,7 +70,8 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     numbers = _numbers(hf, family)
     experts = read_experts(hf, family, numbers["activation"], malformed, unsupported)
     delta_net = read_delta_net(hf, family, numbers["activation"], malformed)
-    mixer = read_mixer(hf, family, numbers["activation"], malformed, unsupported)
+    of_mixer = _ACTIVATIONS.get(hf.mamba_hidden_act or hf.hidden_act, "silu")
+    mixer = read_mixer(hf, family, of_mixer, malformed, unsupported)
     latent = read_latent(hf, family, numbers["qkv_bias"], malformed, unsupported)
     checkpoint_format = _checkpoint_format(hf, family, unsupported)
     _refuse_other_options(hf, raw, family, unsupported)
@@ -196,7 +197,12 @@ def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
         "residual_scale": 1.0 if hf.residual_multiplier is None else hf.residual_multiplier,
         "logit_scale": hf.logit_scale or (1.0 if hf.logits_scaling is None else 1 / hf.logits_scaling),
         "norms": family.parallel if hf.use_parallel_residual else "pre",
+        "attention_factors": (hf.attention_in_multiplier or 1.0, hf.attention_out_multiplier or 1.0),
+        "mlp_factors": (1.0, 1.0) if hf.mlp_multipliers is None else tuple(hf.mlp_multipliers),
     }
+    if hf.key_multiplier is not None:  # of the keys, and so of the scores
+        head_dim = hf.head_dim or (hf.hidden_size or 1) // (hf.num_attention_heads or 1)
+        numbers["attention_scale"] = hf.key_multiplier * max(head_dim, 1) ** -0.5
     root = {"embedding_scale": (hf.hidden_size or 1) ** 0.5} if family.fields.get("embedding_scale") == "sqrt" else {}
     return numbers | dict(family.fields) | root
 
@@ -231,7 +237,7 @@ def _checkpoint_format(hf: HFConfig, family: Family, unsupported: list[str]) -> 
     """How the weights come quantised, see `weights.checkpoint_formats`; None: they do not."""
     if hf.quantization_config is None:
         return None
-    if hf.quantization_config.get("quant_method") == "mxfp4" and len(family.expert_names) == 2:
+    if hf.quantization_config.get("quant_method") == "mxfp4" and "{}" not in family.expert_names[0]:
         return None  # reading dequantises them, see `models.expert_files`
     if family.experts is not None:
         unsupported.append("quantization_config: experts that come quantised (base.quantize: nf4 makes them so)")
@@ -247,6 +253,8 @@ def _checkpoint_format(hf: HFConfig, family: Family, unsupported: list[str]) -> 
 
 
 def _refuse_other_options(hf: HFConfig, raw: Mapping[str, Any], family: Family, unsupported: list[str]) -> None:
+    if hf.mamba_hidden_act not in _ACTIVATIONS:
+        unsupported.append(f"mamba_hidden_act {shortened(hf.mamba_hidden_act)}")
     if hf.hidden_act not in _ACTIVATIONS:
         names = ", ".join(name for name in _ACTIVATIONS if name)
         unsupported.append(f"hidden_act {shortened(hf.hidden_act)} (known: {names})")

@@ -23,6 +23,8 @@ def read_experts(
         return None
     if "shared_intermediate_size" in family.meanings and not hf.num_experts:
         return None
+    if family.one_half and "moe" not in (hf.layer_types or ()):
+        return None
     count, active = hf.num_experts or 0, hf.num_experts_per_tok or 0
     if not count or not active:
         malformed.append(f"{family.key_of('num_experts')} or {family.key_of('num_experts_per_tok')} is missing")
@@ -48,7 +50,7 @@ def read_experts(
     )
     router = _router(hf, experts.router)
     malformed += _unusable_groups(router, count, active)
-    return replace(experts, router=router, shared=_shared(hf, experts))
+    return replace(experts, router=router, shared=_shared(hf, family, experts))
 
 
 def _router(hf: HFConfig, router: Router) -> Router:
@@ -73,12 +75,17 @@ def _unusable_groups(router: Router, count: int, active: int) -> list[str]:
     return []
 
 
-def _shared(hf: HFConfig, experts: Experts) -> Mlp | None:
+def _shared(hf: HFConfig, family: Family, experts: Experts) -> Mlp | None:
     """The MLP beside the experts; its width is given, or a number of experts."""
     if hf.shared_intermediate_size and experts.module == BLOCK:
         return Mlp(
             width=experts.width, inner=hf.shared_intermediate_size, activation=experts.activation, fused=True,
             names=SHARED_NAMES, module=f"{BLOCK}.{SHARED_MLP}",
+        )  # fmt: skip
+    if hf.moe_shared_expert_intermediate_size:
+        return Mlp(
+            width=experts.width, inner=hf.moe_shared_expert_intermediate_size, activation=experts.activation,
+            gated=experts.gated, names=family.fields["mlp_names"], module=f"{experts.module}.shared_experts",
         )  # fmt: skip
     inner = hf.shared_expert_intermediate_size or (hf.n_shared_experts or 0) * experts.inner
     if not inner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.family import Family
@@ -12,6 +12,7 @@ from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mamba import Mamba
 from lorafusion_jax.families.mlp import Activation
 from lorafusion_jax.families.short_convolution import ShortConvolution
+from lorafusion_jax.layout.layer import MAMBA
 
 # The latent attention of a config.json.
 
@@ -79,7 +80,10 @@ def read_mixer(
     if family.mixer != "mamba":
         return None
     heads, groups, inner = hf.mamba_n_heads or 1, hf.mamba_n_groups or 1, (hf.mamba_expand or 1) * width
+    inner = hf.mamba_d_ssm or inner
     size = inner // heads if hf.mamba_d_head in (None, "auto") else hf.mamba_d_head
+    if "mamba_expand" not in family.meanings and isinstance(size, int):
+        inner = heads * size
     if not isinstance(size, int) or size * heads != inner:
         malformed.append(
             f"mamba_d_head={shortened(hf.mamba_d_head)} and mamba_n_heads={heads} are not mamba_expand · hidden_size"
@@ -87,6 +91,8 @@ def read_mixer(
     if heads % groups:
         malformed.append(f"mamba_n_heads={heads} is not a multiple of mamba_n_groups={groups}")
     least, most = _limits(hf, malformed)
+    norm: Literal["gated", "before gate", "none"] = "before gate" if hf.mamba_norm_before_gate else "gated"
+    one, bias = (1.0,) * 5, bool(hf.mamba_proj_bias)
     return Mamba(
         width=width,
         heads=heads,
@@ -95,10 +101,17 @@ def read_mixer(
         state=hf.mamba_d_state or 1,
         kernel=hf.mamba_d_conv or 1,
         activation=activation,
-        bias=bool(hf.mamba_proj_bias),
+        bias=bias,
+        out_bias=bias if hf.projectors_bias is None else hf.projectors_bias,
         conv_bias=hf.mamba_conv_bias is not False,
-        least=least,
+        least=least if hf.time_step_min is None else hf.time_step_min,
         most=most,
+        in_factor=hf.ssm_in_multiplier or 1.0,
+        factors=() if tuple(hf.ssm_multipliers or one) == one else tuple(hf.ssm_multipliers or one),
+        out_factor=hf.ssm_out_multiplier or 1.0,
+        adapted_out="out_proj" not in family.frozen,
+        norm="none" if hf.mamba_rms_norm is False else norm,
+        module=family.fields.get("attention_module", MAMBA),
     )
 
 

@@ -53,15 +53,6 @@ REFUSED = (
         reason="most layers have lightning attention, whose decay is fixed for each head, and no layer here is such",
     ),
     Refused(
-        models="Nemotron-H, Nemotron 3", names=("nemotron_h", "NemotronHForCausalLM"),
-        reason="a layer is either Mamba-2, attention, an MLP or experts, and here each layer mixes tokens and then has "
-        "an MLP or experts",
-    ),
-    Refused(
-        models="Falcon-H1", names=("falcon_h1", "FalconH1ForCausalLM"),
-        reason="attention and Mamba-2 stand beside each other in every layer, and here a layer has one of them",
-    ),
-    Refused(
         models="OLMo hybrid", names=("olmo_hybrid", "OlmoHybridForCausalLM"),
         reason="q, k, v and the gate of its delta nets are projections of their own, and norms stand before delta nets "
         "but after attention, and here q, k and v are one projection, and norms stand alike in all layers",
@@ -69,10 +60,6 @@ REFUSED = (
     Refused(
         models="Jamba", names=("jamba", "JambaForCausalLM"),
         reason="most layers are Mamba-1, whose state decays by channel, and here Mamba-2's decays by head",
-    ),
-    Refused(
-        models="GPT-NeoX, Pythia", names=("gpt_neox", "GPTNeoXForCausalLM"),
-        reason="q, k and v take turns by head in one projection, and here they are three parts of it",
     ),
     Refused(
         models="GPT-2", names=("gpt2", "GPT2LMHeadModel"),

@@ -86,6 +86,7 @@ def _experts(model: Any) -> dict[str, Any]:
         "topk_group": experts.router.top_groups,
         "topk_method": "greedy" if experts.router.groups == 1 else "group_limited_greedy",
         "n_shared_experts": 0 if experts.shared is None else experts.shared.inner // experts.inner,
+        "moe_shared_expert_intermediate_size": None if experts.shared is None else experts.shared.inner,
         "shared_expert_intermediate_size": None if experts.shared is None else experts.shared.inner,
         "shared_intermediate_size": 0 if experts.shared is None else experts.shared.inner,
         "use_expert_bias": experts.router.correction,
@@ -124,6 +125,11 @@ def _mixer(model: Any) -> dict[str, Any]:
     if isinstance(mixer, ShortConvolution):
         types["layer_types"] = ["conv" if kind else FULL for kind in linear]
         return types | {"conv_L_cache": mixer.kernel, "conv_bias": mixer.bias, "block_auto_adjust_ff_dim": False}
+    if any(kind.only for kind in model.pattern):
+        types["layer_types"] = [
+            (LINEAR if kind.linear else FULL) if kind.only == "attention" else "mlp" if kind.dense else "moe"
+            for kind in model.pattern
+        ]
     limits = [mixer.least, {"__float__": "Infinity"} if math.isinf(mixer.most) else mixer.most]
     return types | {
         "mamba_n_heads": mixer.heads,
@@ -131,10 +137,23 @@ def _mixer(model: Any) -> dict[str, Any]:
         "mamba_n_groups": mixer.groups,
         "mamba_d_state": mixer.state,
         "mamba_d_conv": mixer.kernel,
-        "mamba_expand": mixer.queries // mixer.width,
+        "mamba_expand": max(mixer.queries // mixer.width, 1),
         "mamba_conv_bias": mixer.conv_bias,
         "mamba_proj_bias": mixer.bias,
         "time_step_limit": limits,
+        "time_step_min": mixer.least,
+        "mamba_hidden_act": mixer.activation,
+        "mamba_d_ssm": mixer.queries,
+        "mamba_rms_norm": mixer.norm != "none",
+        "mamba_norm_before_gate": mixer.norm == "before gate",
+        "projectors_bias": mixer.out_bias,
+        "ssm_in_multiplier": mixer.in_factor,
+        "ssm_out_multiplier": mixer.out_factor,
+        "ssm_multipliers": list(mixer.factors) or None,
+        "key_multiplier": (model.attention_scale or model.head_dim**-0.5) / model.head_dim**-0.5,
+        "attention_in_multiplier": model.attention_factors[0],
+        "attention_out_multiplier": model.attention_factors[1],
+        "mlp_multipliers": list(model.mlp_factors),
     }
 
 

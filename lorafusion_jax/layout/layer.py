@@ -31,10 +31,12 @@ _SAVED = {
     "block_sparse_moe.shared_mlp.": "shared_mlp.",
 }  # fmt: skip
 MAMBA, SHORT_CONVOLUTION = "mamba", "conv"
+ATTENTION = "attention"  # in GPT-NeoX
+MIXER = "mixer"  # what layers of one half have: a mixer, an MLP or experts
 FEED_FORWARD = "feed_forward"  # an MLP or experts in some families
 BLOCK = "block_sparse_moe"  # experts where they are no `mlp`
 SHARED_MLP = "shared_mlp"  # the MLP of all rows there, beside experts or alone
-MIXERS = ("self_attn", LINEAR_ATTENTION, MAMBA, SHORT_CONVOLUTION)  # modules in files of which a layer has one
+MIXERS = ("self_attn", LINEAR_ATTENTION, MAMBA, SHORT_CONVOLUTION, MIXER)  # modules in files of which a layer has one
 PATHS: Mapping[str, str] = {
     name: f"{module}.{name}"
     for module, names in {
@@ -42,22 +44,26 @@ PATHS: Mapping[str, str] = {
             "q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj",
             "o_proj",
         ),
+        ATTENTION: ("query_key_value", "dense"),
         MAMBA: ("in_proj",),
         LINEAR_ATTENTION: (
             "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
         ),
         "mlp": (
-            "gate_proj", "up_proj", "gate_up_proj", "down_proj", "c_fc", "c_proj", "experts_gate_up_proj",
-            "experts_down_proj",
+            "gate_proj", "up_proj", "gate_up_proj", "down_proj", "c_fc", "c_proj", "dense_h_to_4h",
+            "dense_4h_to_h", "experts_gate_up_proj", "experts_down_proj",
         ),
         FEED_FORWARD: ("w1", "w3", "w2"),
         SHARED_MLP: ("input_linear", "output_linear"),
     }.items()
     for name in names
 } | {name: name for name in PER_LAYER_NAMES}  # fmt: skip
+# What PEFT's names begin with in place of "model.", by projection.
+ROOTS: Mapping[str, str] = dict.fromkeys(("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), "gpt_neox.")
 SUMMED_SITES = ("o", "down")  # tensor parallelism adds up the outputs of their projections over devices
 FUSED = ("qkv_proj", "gate_up_proj")
-BESIDE = ("mlp.shared_experts", "mlp.shared_expert")  # modules of an MLP beside the experts of a layer
+# Modules of an MLP beside the experts of a layer.
+BESIDE = ("mlp.shared_experts", "mlp.shared_expert", f"{MIXER}.shared_experts")
 # Projections of which every expert has its own → PEFT's name of the parameter that holds them all.
 EXPERTS: Mapping[str, str] = {
     "experts_gate_up_proj": "mlp.experts.gate_up_proj",
@@ -89,6 +95,7 @@ class Linear:
         bias: whether it has b.
         experts: E, number of experts that each have such a projection (0: it is not one of experts).
         active: experts that a row passes through.
+        is_target: whether adapters may be on it; PEFT refuses some projections.
     """
 
     name: str
@@ -100,6 +107,7 @@ class Linear:
     bias: bool = False
     experts: int = 0
     active: int = 0
+    is_target: bool = True
 
     @property
     def path(self) -> str:
@@ -225,7 +233,7 @@ class LayerSpec:
     @cached_property
     def targets(self) -> tuple[str, ...]:
         """Names of the projections, which are the possible LoRA targets."""
-        return tuple(linear.name for linear in self.linears)
+        return tuple(linear.name for linear in self.linears if linear.is_target)
 
     @cached_property
     def sites(self) -> Mapping[str, tuple[Linear, ...]]:

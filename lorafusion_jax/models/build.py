@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from flax import nnx
 
 from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank
@@ -14,6 +15,11 @@ from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.models.expert_linear import ExpertLinear
 from lorafusion_jax.models.norm import LayerNorm, RMSNorm
 from lorafusion_jax.modules import LoRALinear
+
+
+def times(x: jax.Array, factor: float) -> jax.Array:
+    """x · factor, in the dtype of x."""
+    return x if factor == 1 else x * factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,13 +63,13 @@ class Part:
 def expert_parts(family: Family, linear: Linear, layer: int) -> tuple[Part, ...]:
     """The tensors of one projection of all experts of a layer."""
     prefix = f"model.layers.{layer}."
-    if len(family.expert_names) == len(EXPERTS):
+    if "{}" not in family.expert_names[0]:
         name = family.expert_names[list(EXPERTS).index(linear.name)]
         transposed = family.experts_transposed
         shape = (linear.experts, *(linear.shape[::-1] if transposed else linear.shape))
         return (Part(name=family.tensor_name(prefix + name), shape=shape, transposed=transposed),)
-    gate, up, down = family.expert_names
-    names = (gate, up) if linear.name == GATE_UP else (down,)
+    *inputs, down = family.expert_names
+    names = inputs if linear.name == GATE_UP else [down]
     num_in, num_out = linear.in_features, linear.out_features // len(names)
     return tuple(
         Part(

@@ -22,7 +22,7 @@ from lorafusion_jax.models.expert_linear import ExpertLinear
 from lorafusion_jax.models.mlp import MLP
 from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.experts.rows import ExpertRows, collect_rows, sort_rows, spread_copies, spread_rows
-from pallas_kernels.mlp.xla import gate_with
+from pallas_kernels.mlp.xla import activate, gate_with
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.tiles import spread
 
@@ -134,6 +134,8 @@ class MixtureOfExperts(nnx.Module):
         return sort_rows(expert_Tk, adapter_T, experts=self.spec.count, adapters=len(lora.scale))
 
     def _gated(self, gates_MG: jax.Array) -> jax.Array:
+        if not self.spec.gated:
+            return activate(self.spec.activation, gates_MG)
         if self.spec.interleaved:
             gate, up = gates_MG[:, ::2], gates_MG[:, 1::2]
         else:

@@ -19,6 +19,7 @@ from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.latent_attention import LatentAttention
+from lorafusion_jax.families.layer import Absent
 from lorafusion_jax.families.mamba import Mamba
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.short_convolution import ShortConvolution
@@ -85,11 +86,14 @@ class DecoderLayer(nnx.Module):
                 setattr(self, mixer.module, GatedConvolution(build, mixer))
             elif isinstance(mixer, LatentAttention):
                 self.self_attn = LatentSelfAttention(build, mixer)
-            else:
+            elif not isinstance(mixer, Absent):
                 setattr(self, mixer.module, SelfAttention(build, mixer))
+            if spec.second is not None:
+                setattr(self, spec.second.module, MambaMixer(build, spec.second))
         if half != "attention":
-            mlp = MixtureOfExperts(build, spec.mlp) if isinstance(spec.mlp, Experts) else MLP(build, spec.mlp)
-            setattr(self, spec.mlp.module, mlp)
+            if not isinstance(spec.mlp, Absent):
+                mlp = MixtureOfExperts(build, spec.mlp) if isinstance(spec.mlp, Experts) else MLP(build, spec.mlp)
+                setattr(self, spec.mlp.module, mlp)
             self.parallel = nnx.data(None) if spec.beside is None else ParallelMixture(build, spec.beside)
             if spec.own_input is not None:
                 setattr(self, spec.own_input.module, OwnInput(build, spec.own_input))
@@ -142,6 +146,12 @@ class DecoderLayer(nnx.Module):
                 return o_TD
             assert isinstance(spec, Attention)
             before = shared[spec.module] if spec.reads else None
+            if (second := self.spec.second) is not None:
+                second_TD, states = getattr(self, second.module).with_cache(h_TD, inputs, cache)
+                cache_of_rows = {name: cache[name] for name in spec.row_shapes}
+                o_TD, rows, _ = attention.with_cache(h_TD, inputs, cache_of_rows, implementation, before)
+                caches[0] = rows | states
+                return o_TD + second_TD
             o_TD, caches[0], keys = attention.with_cache(h_TD, inputs, cache, implementation, before)
             if spec.sharing == "gives":
                 shared_after[spec.module] = keys
@@ -171,7 +181,9 @@ class DecoderLayer(nnx.Module):
     def _mix(self, h_TD: jax.Array, inputs: LayerInputs, implementation: AttentionImplementation | None) -> jax.Array:
         if isinstance(self.spec.attention, DeltaNet | Mamba | ShortConvolution):
             return getattr(self, self.spec.attention.module)(h_TD, inputs)
-        return self._attention(h_TD, inputs, implementation)
+        o_TD = self._attention(h_TD, inputs, implementation)
+        second = self.spec.second
+        return o_TD if second is None else o_TD + getattr(self, second.module)(h_TD, inputs)
 
     def _run(
         self,
@@ -182,7 +194,10 @@ class DecoderLayer(nnx.Module):
     ) -> jax.Array:
         """Runs the layer or half layer; `mix` is its attention, and `feed` its MLP (None: as it is)."""
         feed = self._whole(feed or (lambda h_TD: self._mlp(h_TD, inputs.lora)))
-        if self.half == "mlp":
+        if isinstance(self.spec.mlp, Absent):
+            x_TD, h_TD = self._enter("attention", x_TD)
+            return x_TD + self._leave("attention", self._whole(mix)(h_TD))
+        if self.half == "mlp" or isinstance(self.spec.attention, Absent):
             return self._end(*self._enter("mlp", x_TD), feed, inputs)
         x_TD, h_TD = self._enter("attention", x_TD)
         o_TD = self._whole(mix)(h_TD)

@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from lorafusion_jax.families.mamba import IN, OUT, Mamba
-from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.build import Builder, times
 from lorafusion_jax.models.cache import Cache
 from lorafusion_jax.models.delta_net import Convolution, where
 from lorafusion_jax.models.inputs import LayerInputs
@@ -43,7 +44,8 @@ class MambaMixer(nnx.Module):
         rates = jnp.arange(1, spec.heads + 1, dtype=build.dtype) / spec.heads
         self.A_log, self.dt_bias = nnx.Param(jnp.log(rates)), nnx.Param(jnp.zeros_like(rates))
         self.D = nnx.Param(jnp.ones_like(rates))
-        self.norm = RMSNorm(spec.queries, eps=self.eps, dtype=build.dtype)
+        normed = spec.norm != "none"
+        self.norm = RMSNorm(spec.queries, eps=self.eps, dtype=build.dtype) if normed else nnx.data(None)
 
     def __call__(self, x_TD: Float[Array, "T D"], inputs: LayerInputs) -> Float[Array, "T D"]:
         z, channels_TK, step_TH = self._split(x_TD, inputs)
@@ -68,12 +70,17 @@ class MambaMixer(nnx.Module):
 
     def _split(self, x_TD: jax.Array, inputs: LayerInputs) -> list[jax.Array]:
         """Returns z, the channels of the convolution, and Δ."""
-        mixed, spec = checkpoint_name(self.in_proj(x_TD, inputs.lora, site=self.sites[0]), IN), self.spec
+        spec = self.spec
+        mixed = self.in_proj(times(x_TD, spec.in_factor), inputs.lora, site=self.sites[0])
+        mixed = checkpoint_name(mixed, IN)
+        if spec.factors:
+            widths = (spec.queries, spec.queries, spec.keys, spec.keys, spec.heads)
+            mixed = mixed * np.repeat(spec.factors, widths).astype(mixed.dtype)
         return jnp.split(mixed, (spec.queries, spec.queries + spec.channels), axis=-1)
 
     def _out(self, y_THP: jax.Array, x_THP: jax.Array, z: jax.Array, inputs: LayerInputs) -> jax.Array:
         gated = jax.checkpoint(self._gated)(checkpoint_name(y_THP, OUT), x_THP, z)
-        return self.out_proj(gated, inputs.lora, site=self.sites[1])
+        return times(self.out_proj(gated, inputs.lora, site=self.sites[1]), self.spec.out_factor)
 
     def _rows(self, channels_TK: jax.Array, step_TH: jax.Array, *, segments: Segments) -> tuple[jax.Array, ...]:
         return self._of_channels(self.conv1d(channels_TK, segments), step_TH, channels_TK.dtype)
@@ -93,8 +100,13 @@ class MambaMixer(nnx.Module):
 
     def _gated(self, y_THP: jax.Array, x_THP: jax.Array, z: jax.Array) -> jax.Array:
         y = y_THP.astype(jnp.float32) + x_THP.astype(jnp.float32) * self.D[...].astype(jnp.float32)[:, None]
-        y = y.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
+        y, gate = y.reshape(z.shape), jax.nn.silu(z.astype(jnp.float32))
+        if self.norm is None:
+            return (y * gate).astype(z.dtype)
+        gates_first = self.spec.norm == "gated"
+        y = y * gate if gates_first else y
         groups = y.reshape(len(z), self.spec.groups, -1)
         ones = jnp.ones((groups.shape[-1],), jnp.float32)
         normed = rms_norm(groups, ones, eps=self.eps).reshape(z.shape)
-        return (normed * self.norm.weight[...].astype(jnp.float32)).astype(z.dtype)
+        normed = normed * self.norm.weight[...].astype(jnp.float32)
+        return (normed if gates_first else normed * gate).astype(z.dtype)

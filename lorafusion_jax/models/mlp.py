@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from lorafusion_jax.families.mlp import Mlp
-from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.build import Builder, times
 from lorafusion_jax.modules import LoRAContext, lora_mlp, lora_siblings
 from pallas_kernels.mlp.xla import activate, gate_with
 
@@ -39,8 +39,9 @@ class MLP(nnx.Module):
             return down(self._activated(checkpoint_name(up_TF, "up")), lora, site=down_site)
         outputs = lora_siblings(x_TD, first, lora, site=x_site)
         gate_TF, up_TF = jnp.split(outputs[0], 2, axis=-1) if self.spec.fused else outputs
-        gated_TF = gate_with(self.spec.activation, checkpoint_name(gate_TF, "gate"), checkpoint_name(up_TF, "up"))
-        return down(gated_TF, lora, site=down_site)
+        gate_TF = times(checkpoint_name(gate_TF, "gate"), self.spec.gate_factor)
+        gated_TF = gate_with(self.spec.activation, gate_TF, checkpoint_name(up_TF, "up"))
+        return times(down(gated_TF, lora, site=down_site), self.spec.out_factor)
 
     def _activated(self, up_TF: jax.Array) -> jax.Array:
         return activate(self.spec.activation, up_TF) if self.act_fn is None else self.act_fn(up_TF)

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.models.attention import AttentionImplementation, attention
-from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.build import Builder, times
 from lorafusion_jax.models.cache import Cache, CachedKeys, paged_attention, store
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.rope import apply_rope, halves_of_pairs
@@ -105,10 +105,11 @@ class SelfAttention(nnx.Module):
 
     def _out(self, o_TD: jax.Array, gate_TD: jax.Array | None, inputs: LayerInputs) -> jax.Array:
         o_TD = o_TD if gate_TD is None else _gated(o_TD, gate_TD)
-        return getattr(self, self.spec.out)(o_TD, inputs.lora, site=self.sites[1])
+        return times(getattr(self, self.spec.out)(o_TD, inputs.lora, site=self.sites[1]), self.spec.out_factor)
 
     def _heads(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Returns q, k and v by head, normalised and rotated, and the gates of a gated attention."""
+        x_TD = times(x_TD, self.spec.in_factor)
         projections = [getattr(self, name) for name in self.inputs]
         q, k, v = self._split(lora_siblings(x_TD, projections, inputs.lora, site=self.sites[0]))
         q, gate_TD = self._split_gate(q)
@@ -129,7 +130,7 @@ class SelfAttention(nnx.Module):
 
     def _queries(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array | None]:
         """Like `_heads`, without keys and values."""
-        q, gate_TD = self._split_gate(self.q_proj(x_TD, inputs.lora, site=self.sites[0]))
+        q, gate_TD = self._split_gate(self.q_proj(times(x_TD, self.spec.in_factor), inputs.lora, site=self.sites[0]))
         q = q.reshape(len(q), -1, self.spec.head_dim)
         if self.q_norm is not None:
             q = self.q_norm(checkpoint_name(q, "qk_in"))
@@ -152,6 +153,9 @@ class SelfAttention(nnx.Module):
             return q, k, k
         if not self.spec.fused:
             return outputs
+        if self.spec.by_head:
+            by_head = outputs[0].reshape(len(outputs[0]), self.spec.heads, -1)
+            return tuple(y.reshape(len(y), -1) for y in jnp.split(by_head, 3, axis=-1))
         queries, keys = self.spec.queries, self.spec.keys
         return tuple(jnp.split(outputs[0], (queries, queries + keys), axis=-1))
 

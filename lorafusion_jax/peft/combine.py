@@ -17,6 +17,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.families.multimodal import TEXT_ROOT
+from lorafusion_jax.layout.layer import ROOTS
 from lorafusion_jax.peft.folder import read_described, write_adapter
 from lorafusion_jax.peft.leaves import Arrays
 from lorafusion_jax.peft.read_config import Described
@@ -93,7 +94,7 @@ def combine_adapters(
     targets = tuple(dict.fromkeys(name for entry, _ in described for name in entry.spec.targets))
     spec = AdapterSpec(name=Path(to).name, rank=rank, alpha=rank, targets=targets)
     first = described[0][0]
-    multimodal = any(entry.root != TEXT_ROOT for entry, _ in described)
+    multimodal = any(entry.root not in (TEXT_ROOT, *ROOTS.values()) for entry, _ in described)
     return write_adapter(arrays, spec, first.base, to, base_revision=first.revision, multimodal=multimodal)
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from lorafusion_jax.adapters.spec import spelled
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.layout.layer import BESIDE, EXPERTS, PARALLEL
+from lorafusion_jax.layout.layer import BESIDE, EXPERTS, MIXER, PARALLEL
 
 Tensors = dict[str, np.ndarray]
 
@@ -50,14 +50,19 @@ def named_in_peft(targets: Sequence[str], paths: Collection[str]) -> tuple[list[
     parallel = any(path.startswith(f"{PARALLEL}.") for path in inside)
     module = next((path.partition(".")[0] for path in inside if path.rpartition(".")[2] in EXPERTS), "mlp")
     parameters = [
-        path.removeprefix("mlp.") if parallel else path.replace("mlp.", f"{module}.", 1)
+        path.removeprefix("mlp.") if parallel else _in_module(path, module)
         for name, path in EXPERTS.items() if name in targets
     ]  # fmt: skip
-    if any(path.startswith(tuple(f"{module}." for module in BESIDE)) for path in inside):
-        dense = [path for path in inside if path.startswith("mlp.") and path.rpartition(".")[2] not in EXPERTS]
+    if module != MIXER and any(path.startswith(tuple(f"{module}." for module in BESIDE)) for path in inside):
+        dense = [path for path in inside if path.startswith(f"{module}.") and path.rpartition(".")[2] not in EXPERTS]
         parameters += [f"{path}.weight" for path in dict.fromkeys(dense)]
     others = {*EXPERTS, *(path.split(".")[-2] for path in parameters if path.endswith(".weight"))}
     return [name for name in targets if name not in others], parameters
+
+
+def _in_module(path: str, module: str) -> str:
+    path = path.replace("mlp.", f"{module}.", 1)
+    return path.replace("gate_up_proj", "up_proj") if module == MIXER else path  # whose experts have no gate
 
 
 def targets_of(raw: Mapping[str, Any]) -> list[str]:
@@ -97,6 +102,7 @@ def _short(name: Any) -> str:
     if text != name:
         return text.rpartition(".")[2]
     ends = {path.removeprefix("mlp."): path for path in EXPERTS.values()}  # "experts.down_proj"
+    ends["experts.up_proj"] = ends["experts.gate_up_proj"]
     return next((path for end, path in ends.items() if f".{text}".endswith(f".{end}")), text)
 
 

@@ -25,8 +25,8 @@ from lorafusion_jax.adapters.table import GROUP, PLAIN, adapter_kind
 from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.digests import find_damage, refuse_damage
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
-from lorafusion_jax.families.multimodal import TEXT_ROOT
-from lorafusion_jax.layout.layer import BESIDE, EXPERTS, FEED_FORWARD, MIXERS, PARALLEL, PATHS
+from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
+from lorafusion_jax.layout.layer import BESIDE, EXPERTS, FEED_FORWARD, MIXER, MIXERS, PARALLEL, PATHS
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.peft.experts import from_file, to_file
 from lorafusion_jax.peft.leaves import (
@@ -42,7 +42,17 @@ from lorafusion_jax.peft.leaves import (
 from lorafusion_jax.peft.leaves import put_adapter as put_adapter
 from lorafusion_jax.peft.leaves import take_adapter as take_adapter
 from lorafusion_jax.peft.read_config import CONFIG_FILE, Described, describe, kind_of, read_config, without_absent
-from lorafusion_jax.peft.settings import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name, root_of, text_name, whole_name
+from lorafusion_jax.peft.settings import (
+    KEY,
+    PREFIX,
+    ROOT,
+    TENSOR_FILE,
+    plain_name,
+    root_for,
+    root_of,
+    text_name,
+    whole_name,
+)
 from lorafusion_jax.peft.write_config import BY_PATH, config_of, names_each
 from lorafusion_jax.plugins import origin
 from lorafusion_jax.readable import check_regular
@@ -131,7 +141,8 @@ def write_adapter(
         settings = json.dumps(config_of(spec, base_name, quantize, revision, paths, multimodal), indent=2)
         (folder / CONFIG_FILE).write_text(settings + "\n", encoding="utf-8")
         in_file = to_file(tensors)
-        file_tensors = {whole_name(key): array for key, array in in_file.items()} if multimodal else in_file
+        root = IN_PEFT if multimodal else root_for(paths)
+        file_tensors = {whole_name(key, root): array for key, array in in_file.items()}
         write_tensors(folder / TENSOR_FILE, file_tensors)
         _check_copy(folder, spec, tensors)
         if finish := options.get("finish"):
@@ -399,6 +410,7 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
     )
     modules = {path.rpartition(".")[0] for path in paths if not _of_experts(path)}
     mixed = _mixed(paths)  # layers have one mixer or the other
+    one_half = any(path.split(".")[2] == MIXER for path in paths)  # and what each has, only the model knows
 
     def layer_of(path: str) -> int:
         return int(path.split(".")[1])
@@ -411,6 +423,8 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
                 return True  # the last layers may read keys and values of earlier ones
             if name == "v_proj" and module in modules:
                 return True  # the values of a layer may be its keys
+        if one_half:
+            return path not in paths
         part = path.split(".")[2]  # some layers may have experts in place of `feed_forward`
         return path not in paths and module not in modules and ((mixed and part in MIXERS) or part == FEED_FORWARD)
 

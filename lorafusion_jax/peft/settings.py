@@ -15,7 +15,7 @@ from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
-from lorafusion_jax.layout.layer import BESIDE, BLOCK, MIXERS, PARALLEL, PATHS, PER_LAYER_NAMES, saved_path
+from lorafusion_jax.layout.layer import BESIDE, BLOCK, MIXERS, PARALLEL, PATHS, PER_LAYER_NAMES, ROOTS, saved_path
 from lorafusion_jax.peft.experts import our_key, targets_of
 from lorafusion_jax.peft.read_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
 from lorafusion_jax.readable import check_regular
@@ -75,18 +75,26 @@ def text_name(key: str) -> tuple[str, str]:
     """
     match = _WHOLE.match(key)
     if match is None:
+        for root in dict.fromkeys(ROOTS.values()):
+            if key.startswith(f"{ROOT}model.{root}"):
+                return f"{PREFIX}{key.removeprefix(f'{ROOT}model.{root}')}", root
         return key, TEXT_ROOT
     part = "lm_head" if match[2] == "lm_head" else f"{TEXT_ROOT}{match[2]}"
     return f"{ROOT}model.{part}.{key[match.end() :]}", match[1]
 
 
-def whole_name(key: str) -> str:
-    """The name of a tensor in a folder for a multimodal model; the inverse of `text_name`.
+def whole_name(key: str, root: str = IN_PEFT) -> str:
+    """The name of a tensor in a folder for a multimodal model, or of another root; the inverse of `text_name`.
 
     >>> whole_name("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight")
     'base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight'
     """
-    return f"{ROOT}model.{IN_PEFT}{key.removeprefix(PREFIX)}" if key.startswith(PREFIX) else key
+    return f"{ROOT}model.{root}{key.removeprefix(PREFIX)}" if key.startswith(PREFIX) else key
+
+
+def root_for(paths: Iterable[str]) -> str:
+    """What PEFT calls the text part's "model." in a model with these projections."""
+    return next((root for path in paths if (root := ROOTS.get(path.rpartition(".")[2]))), TEXT_ROOT)
 
 
 def root_of(keys: Iterable[str]) -> str:

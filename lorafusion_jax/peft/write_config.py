@@ -13,6 +13,7 @@ from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
 from lorafusion_jax.peft.experts import named_in_peft
 from lorafusion_jax.peft.read_config import LORA, TRAINED_TOKENS, WEIGHT, dropout_key, peft_type
+from lorafusion_jax.peft.settings import root_for
 from lorafusion_jax.weights.table import NONE
 
 BY_PATH = (  # what names projections
@@ -68,7 +69,7 @@ def config_of(
         more |= {"target_parameters": parameters, dropout_key(kind): 0.0}
     entries = (kind.peft or {}).items()
     config |= more | {key: value(spec) if callable(value) else value for key, value in entries}
-    root = IN_PEFT if multimodal else TEXT_ROOT
+    root = IN_PEFT if multimodal else root_for(paths)
     config |= _one_by_one(spec, config, paths, root) if names_each(spec, paths, multimodal) else {}
     return config | _of_parameters(spec, config, paths, root)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
+from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.delta_net import DeltaNet
+from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.families.mamba import Mamba
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.layout.layer import Half
 
 EXPERTS = 2.0  # products of experts: rows are sorted and padded, and tiles are small
@@ -28,14 +29,13 @@ def row_weights(layer: Layer, half: Half | None = None, *, hopper: bool = True) 
         hopper: whether the devices are Hopper GPUs, which have kernels for the gated delta rule.
     """
     products = sum(prod(linear.row_shape) * (EXPERTS if linear.experts else 1) for linear in layer.linears_of(half))
-    return products + (_rule(layer.attention, hopper) if half != "mlp" else 0)
+    return products + (_rule(layer.second or layer.attention, hopper) if half != "mlp" else 0)
 
 
 def attention_elements(layer: Layer, sample_tokens: float) -> float:
     """Products per row of scores and of their values, whose time grows with a sample: reach · H · C."""
     mixer = layer.attention
-    recurrent = isinstance(mixer, DeltaNet | Mamba | ShortConvolution)
-    return 0.0 if recurrent else mixer.reach(sample_tokens) * mixer.queries
+    return mixer.reach(sample_tokens) * mixer.queries if isinstance(mixer, Attention | LatentAttention) else 0.0
 
 
 def mean_over_layers(model: ModelConfig, value: Callable[[Layer], float]) -> float:

@@ -63,7 +63,8 @@ def stage_layers(
         if model.undivided and any(count % 1 for count in wanted):
             raise ConfigError(
                 "mesh.layers",
-                f"mesh.layers: {list(wanted)}, and attention and MLP of this base ({model.family}) read one input.",
+                f"mesh.layers: {list(wanted)}, and attention and MLP of this base ({model.family}) read one input, or "
+                "are layers of their own.",
                 why="half a layer passes on one array",
                 fix="whole numbers of layers, or leave mesh.layers out",
             )

@@ -8,7 +8,7 @@ from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.errors import ConfigError, LoraFusionError
 from lorafusion_jax.families.attention import Attention
-from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.families.layer import Absent, Layer
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.objective.protocol import DIVERGENCE
@@ -46,12 +46,16 @@ def _of_layer(layer: Layer, tensor: int) -> Iterator[str]:
         yield "it cannot split layers with inputs of their own"
     if not isinstance(attention, Attention):
         yield f"it cannot split {type(attention).__name__} layers"
+    elif layer.second is not None:
+        yield f"it cannot split {type(layer.second).__name__} layers"
     else:
         if attention.fused:
             yield "it cannot split a fused qkv_proj"
         if attention.qk_norm == "full":
             yield "it cannot split norms over all heads of q and k"
-    if not isinstance(mlp, Mlp) or layer.beside is not None:
+    if isinstance(mlp, Absent):
+        yield "it cannot split layers without an MLP"
+    elif not isinstance(mlp, Mlp) or layer.beside is not None:
         yield "it cannot split experts"
     elif mlp.fused:
         yield "it cannot split a fused gate_up_proj"

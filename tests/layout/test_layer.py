@@ -13,6 +13,7 @@ from lorafusion_jax.errors import ConfigError, ErrorList
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.families.latent_attention import LatentAttention
+from lorafusion_jax.families.mamba import Mamba
 from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
@@ -69,6 +70,12 @@ OWN_INPUTS = replace(
         LayerType(rope=Rope(), head_dim=10, sharing="gives"),
     ),
 )  # fmt: skip
+ALONE = replace(PLAIN, attention_module="mixer", pattern=(LayerType(only="attention"),))
+SPACE = Mamba(width=24, heads=3, head_dim=4, groups=1, state=5, norm="none", out_bias=True)
+SECOND = replace(PLAIN, mixer=SPACE, mixer_beside=True, attention_factors=(0.5, 2.0))
+BY_HEAD = replace(PLAIN, num_kv_heads=4, fused=True, fused_name="query_key_value", fused_by_head=True, mlp_gated=False,
+                  mlp_names=("up_proj", "down_proj"))  # fmt: skip
+UNGATED = replace(PLAIN, experts=Experts(width=24, inner=10, count=3, active=2, gated=False, module="mixer"))
 OTHERS = tuple(name for name in PATHS if name not in EXPERTS)
 ADAPTERS = (
     AdapterSpec(name="law", rank=2, alpha=4, dropout=0.1, targets=OTHERS),
@@ -85,7 +92,8 @@ def leaves(config, half, kind):
 @pytest.mark.parametrize("half", [None, *HALVES])
 @pytest.mark.parametrize(
     "config",
-    [PLAIN, EVERYTHING, STRANGE, POST, MIXED, DELTA, GROUPED, GATED, LATENT, ONE_LATENT, WIDE, BESIDE, OWN_INPUTS],
+    [PLAIN, EVERYTHING, STRANGE, POST, MIXED, DELTA, GROUPED, GATED, LATENT, ONE_LATENT, WIDE, BESIDE, OWN_INPUTS,
+     ALONE, SECOND, BY_HEAD, UNGATED],
     ids=[
         "plain",
         "everything",
@@ -100,8 +108,9 @@ def leaves(config, half, kind):
         "wide",
         "beside",
         "own inputs",
+        "alone", "second", "by head", "ungated",
     ],
-)
+)  # fmt: skip
 def test_a_layer_has_the_leaves_of_its_description(config, half):
     assert leaves(config, half, nnx.Not(nnx.LoRAParam)) == config.layer(0).frozen_shapes(half)
     adapted = {name.rpartition(".")[0] for name in leaves(config, half, nnx.LoRAParam)}

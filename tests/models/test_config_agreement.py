@@ -102,6 +102,7 @@ PAIRS = [  # family, keys of which the first two differ
     ("qwen3_5_text", {"partial_rotary_factor": 0.5, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}}),
     ("phi3", {CONTEXT: 2048, "rope_parameters": PLAIN | {CONTEXT: 4096}}),
     ("ministral3", {"max_position_embeddings": 4096, "rope_parameters": YARN | {"max_position_embeddings": 8192}}),
+    ("nemotron_h", {"hybrid_override_pattern": "ME*M"}),
     ("gpt_oss", {"initial_context_length": 2048, "rope_parameters": None}),
 ]  # fmt: skip
 

@@ -17,7 +17,7 @@ import pytest
 import test_parity
 from drawn import CASES_FILE, TOKENS, adapter, probe, tokens, weights
 from more_cases import mostly_nightly, nightly
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.experts import Experts, Router
@@ -29,6 +29,7 @@ from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.models import ModelConfig, Segments
 from lorafusion_jax.models.experts import choose_experts
+from lorafusion_jax.peft.folder import read_adapter, write_adapter
 from lorafusion_jax.peft.settings import text_name
 from lorafusion_jax.planning.stages import stage_layers
 
@@ -36,7 +37,8 @@ FILE = Path(os.environ.get("DRAWN", Path(__file__).parent / CASES_FILE))
 ROWS = {row["case"]: row for row in map(json.loads, FILE.read_text().splitlines())}
 VALUES, GRADIENTS = 1e-5, 1e-4  # relative, as in `test_parity`
 # The first model of each family; of every run those with a mechanism that no other has, forward only.
-EVERY_DAY = ("hunyuan_v1_dense", "glm4", "apertus", "starcoder2", "cohere2", "granitemoehybrid", "lfm2")
+EVERY_DAY = ("hunyuan_v1_dense", "glm4", "apertus", "starcoder2", "cohere2", "granitemoehybrid", "lfm2",
+             "nemotron_h", "falcon_h1", "gpt_neox")  # fmt: skip
 FORWARD = {ModelConfig.from_hf(row["config"]).family: case for case, row in reversed(ROWS.items())}
 
 
@@ -93,6 +95,19 @@ def test_gradients_of_a_drawn_model_are_those_of_peft(case, home):
     values = {name: error for name, error in differences.items() if not name.startswith("grad")}
     assert max(values.values()) < VALUES, values
     assert max(differences.values()) < GRADIENTS, differences
+
+
+@pytest.mark.parametrize("case", FORWARD.values())
+def test_an_adapter_that_is_written_again_has_the_names_of_peft(case, home):
+    folder = folder_of(case, home) / "adapter"
+    spec, arrays = read_adapter(folder)
+    multimodal = bool(ModelConfig.from_hf(ROWS[case]["config"]).wrapper)
+    again = write_adapter(arrays, spec, "base", home / f"{case}-again", multimodal=multimodal)
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (folder, again))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[key], after[key]) for key in before)
+    row, settings = ROWS[case]["adapter_config"], json.loads((again / "adapter_config.json").read_text())
+    assert {*settings.get("target_parameters", ())} == {*row.get("target_parameters", ())} or multimodal
 
 
 @pytest.mark.parametrize("case", [nightly(case) for case in FORWARD.values()])

@@ -30,8 +30,9 @@ ROWS = map(
     json.loads, Path(__file__).parents[1].joinpath("models/drawn_cases.jsonl").read_text(encoding="utf-8").splitlines()
 )
 CASES = {row["case"]: (row["class"], row["config"], row["share"]) for row in ROWS}
-TARGETS = [*OF_GOLDEN, "c_fc", "c_proj", "in_proj", "input_linear", "output_linear", "w1", "w2", "w3"]
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TARGETS = [*OF_GOLDEN, "c_fc", "c_proj", "in_proj", "input_linear", "output_linear", "w1", "w2", "w3",
+           "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]  # fmt: skip
+EXPERTS = ["gate_up_proj", "up_proj", "down_proj"]
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
 
@@ -47,13 +48,15 @@ def as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 def peft_config(model: torch.nn.Module) -> peft.LoraConfig:
     paths = [path for path, _ in model.named_modules()]
     ends = {path.rsplit(".", 1)[-1] for path in paths if "visual" not in path}
-    targets, parameters = [name for name in TARGETS if name in ends], None
+    refused = ("out_proj",) if model.config.model_type in ("falcon_h1", "nemotron_h") else ()
+    targets, parameters = [name for name in TARGETS if name in ends and name not in refused], None
     inside = next((path for path in paths if path.endswith(".experts")), None)
     if inside is not None:
         module = inside.split(".")[-2]
-        parameters = [path.replace("mlp.", f"{module}.") for path in EXPERTS]
+        inner = [name for name in EXPERTS if hasattr(model.get_submodule(inside), name)]
+        parameters = [f"{module}.experts.{name}" for name in inner]
         beside = {path.split(".layers.")[1].split(".", 1)[1] for path in paths
-                  if f".{module}." in path and path.endswith("_proj")}  # fmt: skip
+                  if f".{module}." in path and path.endswith("_proj") and module != "mixer"}  # fmt: skip
         dense = {name.rsplit(".", 1)[-1] for name in beside}
         parameters += sorted(f"{path}.weight" for path in beside)
         targets = [name for name in targets if name not in dense]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from lorafusion_jax.adapters.spec import bank_columns, common_rank
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.families.delta_net import DeltaNet
+from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Layer
-from lorafusion_jax.families.mamba import Mamba
-from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.planning.memory.problem import MemoryProblem
 from pallas_kernels import policy
 from pallas_kernels.experts.sizes import sorted_rows
@@ -64,7 +63,7 @@ def runs_on_hopper(problem: MemoryProblem, shape: policy.LinearShape) -> bool:
 def attention_is_ours(problem: MemoryProblem, layer: Layer) -> bool:
     """Whether our own attention kernels run: they are selected and support these sizes and scores."""
     m = layer.attention
-    if isinstance(m, DeltaNet | Mamba | ShortConvolution):
+    if not isinstance(m, Attention | LatentAttention):
         return False
     sizes = {"rows": problem.capacity_tokens, "heads": m.heads, "key_heads": m.kv_heads, "width": m.head_dim}
     fastest = problem.measured(policy.attention_call(**sizes, dtype=dtype_of(problem)))
