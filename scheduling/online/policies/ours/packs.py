@@ -44,8 +44,10 @@ def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack 
 
 def _stay_within(search: Search, members: Sequence[str], kind: Kind, rate: GroupRate) -> bool:
     """Whether members stay within their bounds, also those that this decision takes out of other groups, which stop
-    while the session opens."""
+    while the session opens. A waiting job may always train alone, also if its bound can no longer be kept."""
     stays = search.trained.isdisjoint(members)
+    if stays and len(members) == 1:
+        return True
     stop_s = 0.0 if stays else search.move_s(members[0], search.draft.names_of(kind))
     return search.appraiser.tolerates(search.trained, rate, members, kind, stop_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from operator import lt, mul
+from typing import NamedTuple
 
 from scheduling.online.policies.draft import Draft, DraftGroup
 from scheduling.online.policies.ours.claims import Claims
@@ -14,6 +15,14 @@ from scheduling.online.state import ClusterState, held_gpus
 from scheduling.online.types import Job
 
 MOST_MESHES = 8  # that are packed for a group, best first
+
+
+class Share(NamedTuple):
+    """A member's steps to its end, its seconds in groups, and the isolated seconds of the steps it took in them."""
+
+    left_steps: float
+    in_groups_s: float
+    alone_s: float
 
 
 class Lazily[T](dict[str, T]):
@@ -140,41 +149,49 @@ class Appraiser:
         self, names: Container[str], rate: GroupRate, members: Sequence[str], kind: Kind, stall_s: float
     ) -> bool:
         """Whether every member stays within its bound to its end, including this stop of those that run and all earlier
-        ones, and what the last one takes alone after the others have ended."""
-        mesh_rate = self._formed(members, kind, rate.mesh)
-        if mesh_rate is None:
-            return False
-        rate = self._measured(members, mesh_rate) if self.measured else mesh_rate
-        ahead = [
-            self.state.jobs[name].left_steps(self.now) / steps
-            for name, steps in zip(members, rate.steps_per_s, strict=True)
-        ]
-        last = max(range(len(members)), key=ahead.__getitem__)
-        for index, (name, slowdown) in enumerate(zip(members, rate.slowdowns, strict=True)):
-            job_state = self.state.jobs[name]
-            since = max(0.0, self.now - job_state.at_s) if job_state.group is not None else 0.0
-            before, alone = job_state.in_groups_s + since, job_state.alone_s + since / max(1.0, slowdown)
-            before += stall_s if name in names else 0.0
-            if index == last and len(members) > 1:
-                shared_s = sorted(ahead)[-2]
-                left_steps = (ahead[index] - shared_s) * rate.steps_per_s[index]
-                before, alone = before + shared_s, alone + shared_s / slowdown
-                if not self._ends_alone(name, kind, rate.mesh, left_steps, before, alone):
-                    return False
-            elif before + ahead[index] > job_state.job.max_slowdown * (alone + ahead[index] / slowdown):
-                return False
-        return True
+        ones, while the members end one after the other."""
+        shares = [self._share(name, stall_s if name in names else 0.0) for name in members]
+        return self._end_within_bounds(members, kind, rate.mesh, shares)
 
-    def _ends_alone(self, name: str, kind: Kind, mesh: Mesh, steps: float, in_groups_s: float, alone_s: float) -> bool:
-        """Whether a job keeps its bound if it takes its last steps alone, on this mesh or on its best one."""
-        job, speed = self.state.jobs[name].job, self.state.jobs[name].speed
-        stay, best = self.rates.on_mesh([job], kind, mesh), self.rates.isolated_rate(job, kind, mesh.gpus)
-        ways = [(0.0, stay.steps_per_s[0], stay.slowdowns[0])] if stay else []
-        ways += [(self.rates.changes.stop_s(False), 1 / best.step_s, 1.0)] if best else []
-        return any(
-            in_groups_s + stop_s + (rest_s := steps / rate / speed) <= job.max_slowdown * (alone_s + rest_s / slowdown)
-            for stop_s, rate, slowdown in ways
-        )
+    def _share(self, name: str, stall_s: float) -> Share:
+        """What a job has had until now, and this stop."""
+        job_state = self.state.jobs[name]
+        in_groups_s, alone_s = job_state.in_groups_s + stall_s, job_state.alone_s
+        since_s = self.now - job_state.at_s
+        if job_state.group is not None and since_s > 0.0:
+            group = self.state.groups[job_state.group]
+            rate = self._formed(group.members, self.state.workers[group.worker].kind, group.mesh)
+            in_groups_s += since_s
+            alone_s += since_s / (rate.slowdowns[group.members.index(name)] if rate else 1.0)
+        return Share(job_state.left_steps(self.now), in_groups_s, alone_s)
+
+    def _end_within_bounds(self, members: Sequence[str], kind: Kind, mesh: Mesh, shares: Sequence[Share]) -> bool:
+        """Whether the members end within their bounds if no other joins: on this mesh, or on the best one of those that
+        are left, where this one would be too slow for them."""
+        rate = self._formed(members, kind, mesh)
+        if rate is None:
+            return False
+        rate = self._measured(members, rate) if self.measured else rate
+        ahead_s = [share.left_steps / steps for share, steps in zip(shares, rate.steps_per_s, strict=True)]
+        next_s, rest, rest_shares = min(ahead_s), list[str](), list[Share]()
+        for index, name in enumerate(members):
+            left_steps, in_groups_s, alone_s = shares[index]
+            in_groups_s, alone_s = in_groups_s + next_s, alone_s + next_s / rate.slowdowns[index]
+            if ahead_s[index] > next_s:
+                rest.append(name)
+                rest_shares.append(Share(left_steps - next_s * rate.steps_per_s[index], in_groups_s, alone_s))
+            elif in_groups_s > self.state.jobs[name].job.max_slowdown * alone_s:
+                return False
+        if not rest or self._end_within_bounds(rest, kind, mesh, rest_shares):
+            return True
+        stay = self._formed(rest, kind, mesh)
+        may_stay = len(rest) > 1 and stay is not None and stay.within_bounds
+        best = None if may_stay else self.packed_rate(rest, kind, mesh.gpus)
+        if best is None or best.mesh == mesh:
+            return False
+        stop_s = self.rates.changes.stop_s(False)
+        after = [share._replace(in_groups_s=share.in_groups_s + stop_s) for share in rest_shares]
+        return self._end_within_bounds(rest, kind, best.mesh, after)
 
     def reason(self, members: Sequence[str], rate: GroupRate, kind: Kind, instead_of: Iterable[DraftGroup] = ()) -> str:
         """Why a group is formed: gain in tokens per second over the groups that it replaces, and what it costs."""
