@@ -98,15 +98,15 @@ class Columns(NamedTuple):
 def columns_of(state: ClusterState, step_cost: StepCosts) -> Columns:
     """The columns of a state's jobs, from the cost of a job's step at its predicted rate."""
     states = [*state.jobs.values()]
-    index: dict[str, int] = {}
-    user = [index.setdefault(job_state.job.user, len(index)) for job_state in states]
+    owners = [job_state.job.user for job_state in states]
+    index = {user: number for number, user in enumerate(dict.fromkeys(owners))}
     speed = np.array([job_state.speed for job_state in states], np.float64)
     gpu_s, seconds = np.array([*zip(*[step_cost(job_state.job) for job_state in states], strict=True)]) / speed
     return Columns(
         names=[*state.jobs],
         states=states,
         users=[*index],
-        user=np.array(user),
+        user=np.array([index[user] for user in owners]),
         gpu_s=gpu_s,
         seconds=seconds,
         steps=np.array([job_state.job.steps for job_state in states], np.float64),

@@ -43,6 +43,10 @@ class Rates:
         capacities: tokens that a microbatch may have (None: what is best for each group). A session that does not
             compile again for every change of its members has one.
         facts: seconds and bytes of a base's stages (None: counted from its sizes, at the rates of rank 16).
+
+    Attributes:
+        known_groups, known_on_mesh, known_formed: what `group`, `on_mesh` and `formed` found before, by the keys of the
+            jobs.
     """
 
     def __init__(
@@ -56,10 +60,10 @@ class Rates:
         self._jobs = JobCache()
         self.key = self._jobs.key  # jobs with equal keys have equal rates
         self._known: dict[tuple[Any, ...], Any] = {}
-        self._groups: dict[tuple[tuple[int, ...], Kind, int], GroupRate | None] = {}
+        self.known_groups: dict[tuple[tuple[int, ...], Kind, int], GroupRate | None] = {}
         self._ranked: dict[tuple[tuple[int, ...], Kind, int], list[GroupRate]] = {}
-        self._on_meshes: dict[tuple[tuple[int, ...], Kind, Mesh], GroupRate | None] = {}
-        self._formed: dict[tuple[tuple[int, ...], Kind, Mesh], GroupRate | None] = {}
+        self.known_on_mesh: dict[tuple[tuple[int, ...], Kind, Mesh], GroupRate | None] = {}
+        self.known_formed: dict[tuple[tuple[int, ...], Kind, Mesh], GroupRate | None] = {}
 
     def profile(self, job: Job) -> Profile:
         """The profile of the job's batches, computed once."""
@@ -95,17 +99,17 @@ class Rates:
         """
         keys = tuple(map(self.key, members))
         question = (keys, kind, gpus)
-        if question in self._groups:
-            return self._groups[question]
-        self._make_room(self._groups)
+        if question in self.known_groups:
+            return self.known_groups[question]
+        self._make_room(self.known_groups)
         order = sorted(range(len(keys)), key=keys.__getitem__)
         key = (tuple(keys[i] for i in order), kind, gpus)
-        if key not in self._groups:
-            self._groups[key] = self._search_group([members[i] for i in order], kind, gpus)
-        rate = self._groups[key]
+        if key not in self.known_groups:
+            self.known_groups[key] = self._search_group([members[i] for i in order], kind, gpus)
+        rate = self.known_groups[key]
         if key != question:
             ranking = sorted(range(len(order)), key=order.__getitem__)
-            rate = self._groups[question] = rate.reordered(ranking) if rate is not None else None
+            rate = self.known_groups[question] = rate.reordered(ranking) if rate is not None else None
         return rate
 
     def ranked(self, members: Sequence[Job], kind: Kind, gpus: int, most: int) -> list[GroupRate]:
@@ -119,25 +123,13 @@ class Rates:
             self._ranked[key] = [rate for rate in rates if rate.within_bounds]
         return self._ranked[key][:most]
 
-    def known_group(self, keys: tuple[int, ...], kind: Kind, gpus: int) -> GroupRate | None:
-        """What `group` found before for jobs of these keys; None if it was not asked or if they fit on no mesh."""
-        return self._groups.get((keys, kind, gpus))
-
-    def known_on_mesh(self, keys: tuple[int, ...], kind: Kind, mesh: Mesh) -> GroupRate | None:
-        """The same of `on_mesh`."""
-        return self._on_meshes.get((keys, kind, mesh))
-
-    def known_formed(self, keys: tuple[int, ...], kind: Kind, mesh: Mesh) -> GroupRate | None:
-        """The same of `formed`, for several jobs."""
-        return self._formed.get((keys, kind, mesh))
-
     def on_mesh(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
         """The rate of these jobs on this mesh; None if they do not fit."""
         key = (tuple(map(self.key, members)), kind, mesh)
-        if key not in self._on_meshes:
-            self._make_room(self._on_meshes)
-            self._on_meshes[key] = self._on_mesh(share, members, kind, mesh)
-        return self._on_meshes[key]
+        if key not in self.known_on_mesh:
+            self._make_room(self.known_on_mesh)
+            self.known_on_mesh[key] = self._on_mesh(share, members, kind, mesh)
+        return self.known_on_mesh[key]
 
     def formed(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
         """The rate of a group that trains, from packing its batches together; None if the jobs do not fit.
@@ -147,10 +139,10 @@ class Rates:
         if len(members) == 1:
             return self.on_mesh(members, kind, mesh)
         key = (tuple(map(self.key, members)), kind, mesh)
-        if key not in self._formed:
-            self._make_room(self._formed)
-            self._formed[key] = self._on_mesh(partial(joint_rate, members), members, kind, mesh)
-        return self._formed[key]
+        if key not in self.known_formed:
+            self._make_room(self.known_formed)
+            self.known_formed[key] = self._on_mesh(partial(joint_rate, members), members, kind, mesh)
+        return self.known_formed[key]
 
     def alternating_rate(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
         """The fastest mesh for jobs that alternate batch by batch and never share a microbatch."""

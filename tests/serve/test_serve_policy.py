@@ -14,8 +14,9 @@ from sqlalchemy import select
 
 from lorafusion_jax.serve.control.policy_scheduler import PolicyScheduler
 from lorafusion_jax.serve.control.scheduler import plan_of_row
+from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.store import tables as t
-from scheduling.online import Decision, Mesh
+from scheduling.online import ChangeCosts, Decision, Mesh, Rates
 from scheduling.online.policies.baselines import Packing
 
 
@@ -156,6 +157,38 @@ def test_decisions_that_cannot_be_are_refused(serve, monkeypatch):
     service.wait(service.submit("one", "red"))
     assert service.controller.refused_decisions >= 3
     assert "sky" not in service.controller.groups
+
+
+def test_a_changed_priority_and_weight_reach_the_policy(tmp_path, tiny_base):
+    """The waiting job takes the GPU once it has a priority, and keeps it from a short job of a lower one."""
+    now, changes = [0.0], ChangeCosts(start_s=1.0, change_s=0.1, compile_s=0.1, move_s=0.1)
+    bases = {"red": tiny_base, "blue": tiny_base}
+    settings = Settings(home=tmp_path, bases=bases, places={4: 2}, gpus=1, memory_gib=4.0)
+    scheduler = PolicyScheduler(settings, "ours", rates=Rates(changes), clock=lambda: now[0])
+
+    def row(name: str, base: str, steps: int) -> dict[str, Any]:
+        spec = {"data": {}, "lora": {"rank": 4}, "batch": {"global_samples": 4}}
+        job = {"id": name, "owner": "ana", "base": base, "spec": spec, "lengths": [60, 20, 90], "rank": 4, "step": 0}
+        return job | {"steps": steps, "weight": 1.0, "priority": 0, "created": None, "queued": None, "state": "queued"}
+
+    def placed(*rows: dict[str, Any]) -> set[str]:
+        now[0] += 30.0
+        ready = dict.fromkeys(scheduler._cluster.groups, True)
+        configuration = scheduler.decide(rows, ready)
+        while scheduler._answer is not None:
+            configuration = scheduler.decide(rows, ready)
+        assert configuration.refused == []
+        return set(configuration.group)
+
+    first, second = row("first", "red", 10**7), row("second", "blue", 10**8)
+    assert placed(first, second) == placed(first, second) == {"first"}
+    second = second | {"priority": 5, "weight": 3.0}
+    assert placed(first, second) == {"second"}
+    assert scheduler._cluster.jobs["second"].job.weight == 3.0
+    short = row("short", "red", 2000)
+    assert placed(first, second, short) == placed(first, second, short) == {"second"}
+    second = second | {"priority": -1}
+    assert "second" not in placed(first, second, short)
 
 
 class Sleeper(Packing):

@@ -156,6 +156,8 @@ def host_trace(trace, gpus, load, seed, jobs):
         ("pareto", 8, 1.3, 4, 80),  # sessions that open together share the rate of loading
         ("sweeps", 2, 1.3, 2, 80),  # the last member of a group ends alone, on a mesh that was chosen for two
         ("tiny+huge", 8, 1.0, 2, 150),  # a job takes another's place, which joins again at once: one stop for both
+        ("pareto", 8, 1.0, 1, 80),  # a job joins a group that slows it down more than the group after the change
+        ("bursts", 8, 1.0, 1, 150),  # the first of three ends, and two do not fill their mesh
         *(
             nightly(trace, gpus, load, seed, 80)
             for gpus, load in ((8, 0.7), (8, 1.0), (8, 1.3), (2, 1.3), (1, 1.0))
@@ -169,6 +171,14 @@ def test_bounds_hold_in_whole_traces(trace, gpus, load, seed, jobs):
     result = simulate_cluster(jobs, workers, rates=RATES)
     assert result.summary()["bounds_broken"] == 0
     assert result.refusals == ()
+
+
+def test_a_job_whose_bound_is_broken_trains_alone_at_once():
+    """Its partner was cancelled: what it has had is above its bound, and no way to its end is within."""
+    late = JobState(replace(MODEL, steps=500, name="late"), done_steps=480.0, in_groups_s=900.0, alone_s=500.0)
+    state = ClusterState(time_s=10.0, workers={"one": Worker("one", 1)}, jobs={"late": late})
+    (decision,) = CheckedPolicy(Ours(RATES), RATES, strict=True).decide(state, 10.0)
+    assert (decision.kind, decision.members) == ("open", ("late",))
 
 
 def test_a_longer_queue_makes_jobs_share():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from operator import lt, mul
-from typing import NamedTuple
 
 from scheduling.online.policies.draft import Draft, DraftGroup
 from scheduling.online.policies.ours.claims import Claims
@@ -15,26 +14,19 @@ from scheduling.online.state import ClusterState, held_gpus
 from scheduling.online.types import Job
 
 MOST_MESHES = 8  # that are packed for a group, best first
+Share = tuple[float, float, float]  # a member's steps to its end, seconds in groups, and isolated seconds of its steps
 
 
-class Share(NamedTuple):
-    """A member's steps to its end, its seconds in groups, and the isolated seconds of the steps it took in them."""
+class _Keys(dict[str, int]):
+    """Keys of jobs by name, asked for once."""
 
-    left_steps: float
-    in_groups_s: float
-    alone_s: float
-
-
-class Lazily[T](dict[str, T]):
-    """Values by name that are computed when they are first asked for."""
-
-    def __init__(self, compute: Callable[[str], T]):
+    def __init__(self, rates: Rates, state: ClusterState):
         super().__init__()
-        self._compute = compute
+        self._rates, self._jobs = rates, state.jobs
 
-    def __missing__(self, name: str) -> T:
-        value = self[name] = self._compute(name)
-        return value
+    def __missing__(self, name: str) -> int:
+        key = self[name] = self._rates.key(self._jobs[name].job)
+        return key
 
 
 class Appraiser:
@@ -47,7 +39,7 @@ class Appraiser:
         self.measured = any(job_state.speed != 1.0 for job_state in state.jobs.values())
         self._known: dict[str, float] = {}  # worth of groups of the draft
         self._per_gpu: dict[str, tuple[float, str]] = {}
-        self._keys = Lazily(lambda name: rates.key(state.jobs[name].job))
+        self._keys = _Keys(rates, state)
 
     def use(self, claims: Claims) -> None:
         """Appraises by other claims from now on."""
@@ -65,7 +57,7 @@ class Appraiser:
         """
         if len(names) > (self.settings.most_members if self.settings.grouping else 1):
             return None
-        cached_rate = self.rates.known_group(self._keys_of(names), kind, gpus)
+        cached_rate = self.rates.known_groups.get((self._keys_of(names), kind, gpus))
         return self._allowed(names, cached_rate or self.rates.group(self.jobs(names), kind, gpus))
 
     def rate_on(self, names: Sequence[str], kind: Kind, mesh: Mesh) -> GroupRate | None:
@@ -73,7 +65,7 @@ class Appraiser:
         return self._allowed(names, self._on_mesh(names, kind, mesh))
 
     def _on_mesh(self, names: Sequence[str], kind: Kind, mesh: Mesh) -> GroupRate | None:
-        cached_rate = self.rates.known_on_mesh(self._keys_of(names), kind, mesh)
+        cached_rate = self.rates.known_on_mesh.get((self._keys_of(names), kind, mesh))
         return cached_rate or self.rates.on_mesh(self.jobs(names), kind, mesh)
 
     def _keys_of(self, names: Sequence[str]) -> tuple[int, ...]:
@@ -114,7 +106,7 @@ class Appraiser:
         return rate is not None and rate.within_bounds and self._protects(names, rate)
 
     def _formed(self, names: Sequence[str], kind: Kind, mesh: Mesh) -> GroupRate | None:
-        cached_rate = self.rates.known_formed(self._keys_of(names), kind, mesh)
+        cached_rate = self.rates.known_formed.get((self._keys_of(names), kind, mesh))
         return cached_rate or self.rates.formed(self.jobs(names), kind, mesh)
 
     def current_rate(self, group: DraftGroup) -> GroupRate | None:
@@ -163,35 +155,42 @@ class Appraiser:
             rate = self._formed(group.members, self.state.workers[group.worker].kind, group.mesh)
             in_groups_s += since_s
             alone_s += since_s / (rate.slowdowns[group.members.index(name)] if rate else 1.0)
-        return Share(job_state.left_steps(self.now), in_groups_s, alone_s)
+        return job_state.left_steps(self.now), in_groups_s, alone_s
 
-    def _end_within_bounds(self, members: Sequence[str], kind: Kind, mesh: Mesh, shares: Sequence[Share]) -> bool:
-        """Whether the members end within their bounds if no other joins: on this mesh, or on the best one of those that
-        are left, where this one would be too slow for them."""
-        rate = self._formed(members, kind, mesh)
-        if rate is None:
-            return False
-        rate = self._measured(members, rate) if self.measured else rate
-        ahead_s = [share.left_steps / steps for share, steps in zip(shares, rate.steps_per_s, strict=True)]
-        next_s, rest, rest_shares = min(ahead_s), list[str](), list[Share]()
-        for index, name in enumerate(members):
-            left_steps, in_groups_s, alone_s = shares[index]
-            in_groups_s, alone_s = in_groups_s + next_s, alone_s + next_s / rate.slowdowns[index]
-            if ahead_s[index] > next_s:
-                rest.append(name)
-                rest_shares.append(Share(left_steps - next_s * rate.steps_per_s[index], in_groups_s, alone_s))
-            elif in_groups_s > self.state.jobs[name].job.max_slowdown * alone_s:
-                return False
-        if not rest or self._end_within_bounds(rest, kind, mesh, rest_shares):
+    def _end_within_bounds(self, names: Sequence[str], kind: Kind, mesh: Mesh, shares: Sequence[Share]) -> bool:
+        """Whether members end within their bounds if no other joins: on this mesh, or on the best one of those that are
+        left, where this one is too slow for them."""
+        members, crises = names, list[tuple[Sequence[str], Sequence[Share]]]()
+        while members and (rate := self._formed(members, kind, mesh)):
+            if members is not names and (len(members) == 1 or not rate.within_bounds):
+                crises += [(members, shares)]
+            rate = self._measured(members, rate) if self.measured else rate
+            ahead_s = [share[0] / steps for share, steps in zip(shares, rate.steps_per_s, strict=True)]
+            next_s = min(ahead_s)
+            shares = [
+                (left_steps - next_s * steps, in_groups_s + next_s, alone_s + next_s / slowdown)
+                for (left_steps, in_groups_s, alone_s), steps, slowdown in zip(
+                    shares, rate.steps_per_s, rate.slowdowns, strict=True
+                )
+            ]
+            late = [
+                name
+                for name, (_, in_groups_s, alone_s), until_s in zip(members, shares, ahead_s, strict=True)
+                if until_s == next_s and in_groups_s > self.state.jobs[name].job.max_slowdown * alone_s
+            ]
+            if late:
+                break
+            members = [name for name, until_s in zip(members, ahead_s, strict=True) if until_s > next_s]
+            shares = [share for share, until_s in zip(shares, ahead_s, strict=True) if until_s > next_s]
+        if not members:
             return True
-        stay = self._formed(rest, kind, mesh)
-        may_stay = len(rest) > 1 and stay is not None and stay.within_bounds
-        best = None if may_stay else self.packed_rate(rest, kind, mesh.gpus)
-        if best is None or best.mesh == mesh:
-            return False
         stop_s = self.rates.changes.stop_s(False)
-        after = [share._replace(in_groups_s=share.in_groups_s + stop_s) for share in rest_shares]
-        return self._end_within_bounds(rest, kind, best.mesh, after)
+        for rest, before in reversed(crises):
+            best = self.packed_rate(rest, kind, mesh.gpus)
+            after = [(left, in_groups_s + stop_s, alone_s) for left, in_groups_s, alone_s in before]
+            if best and best.mesh != mesh and self._end_within_bounds(rest, kind, best.mesh, after):
+                return True
+        return False
 
     def reason(self, members: Sequence[str], rate: GroupRate, kind: Kind, instead_of: Iterable[DraftGroup] = ()) -> str:
         """Why a group is formed: gain in tokens per second over the groups that it replaces, and what it costs."""
