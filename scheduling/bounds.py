@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -62,7 +63,9 @@ def bound_of_rest(jobs: Sequence[AdapterJob], left: Sequence[np.ndarray], ready:
         lengths.append(tokens)
         starts.append(first)
     samples = np.concatenate(lengths)
-    joint = int(_bins_by_parts(samples, np.zeros(1, np.int64), room)[0]) if len(samples) else 0
+    whole = np.zeros(1, np.int64)
+    parts = _bins_by_parts, _bins_of_two_lengths
+    joint = max(int(bins(samples, whole, room)[0]) for bins in parts) if len(samples) else 0
     bins = -(-max(joint, _bins_for(samples, room)) // limits.data_parallel)
     return max(bins, _one_machine(tiles, counts, starts, limits.slot_tiles, limits.num_stages))
 
@@ -95,7 +98,33 @@ def _bins_of_groups(tokens: np.ndarray, starts: np.ndarray, room: int) -> np.nda
     for threshold in shortest[np.linspace(0, shortest.size - 1, count).astype(int)] if shortest.size else ():
         rounded_tokens = np.where(tokens > room - threshold, room, np.where(tokens < threshold, 0, tokens))
         bins = np.maximum(bins, -(-np.add.reduceat(rounded_tokens, starts) // room))
+    return np.maximum(bins, _bins_of_two_lengths(tokens, starts, room))
+
+
+def _bins_of_two_lengths(tokens: np.ndarray, starts: np.ndarray, room: int) -> np.ndarray:
+    """The same where there are just two lengths, by every edge of the hull of the (long, short) that fit together."""
+    bins, lengths = np.ones(len(starts), np.int64), np.unique(tokens)
+    if lengths.size != 2:
+        return bins
+    short, long = lengths.tolist()
+    most = room // long
+    fillings = [(count, (room - count * long) // short) for count in range(most + 1)]
+    hull: list[tuple[int, int]] = []
+    for filling in dict.fromkeys([*fillings, (most, 0)]):
+        while len(hull) > 1 and _turns_left(*hull[-2:], filling):
+            hull.pop()
+        hull.append(filling)
+    of_long, of_short = (np.add.reduceat((tokens == length).astype(np.int64), starts) for length in (long, short))
+    for (longs, shorts), (more, fewer) in pairwise(hull):
+        filled = of_long * (shorts - fewer) + of_short * (more - longs)  # of the units that a full microbatch has
+        bins = np.maximum(bins, -(-filled // (shorts * more - longs * fewer)))
     return bins
+
+
+def _turns_left(first: tuple[int, int], middle: tuple[int, int], last: tuple[int, int]) -> bool:
+    """Whether the middle point is on or below the line between the others."""
+    (a, b), (c, d), (e, f) = first, middle, last
+    return (c - a) * (f - b) >= (d - b) * (e - a)
 
 
 def _bins_by_parts(tokens: np.ndarray, starts: np.ndarray, room: int) -> np.ndarray:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from benchmarks.exact_solver import solve_exactly
 from scheduling import AdapterJob, formula_bound, lower_bound, make_plan
@@ -47,6 +48,24 @@ def test_a_chain_counts_the_microbatches_that_each_batch_needs():
     assert bound(AdapterJob("a", [350] * 10, 5), num_stages=4, data_parallel=2) == 2 + 3 + 2
     # None of the 260s fits beside a 800, and three of them fill a microbatch.
     assert bound(AdapterJob("a", [800] * 2 + [260] * 6 + [800] * 2 + [260] * 6, 8), num_stages=2) == 4 + 1 + 4
+
+
+@pytest.mark.parametrize(
+    ("long", "longs", "short", "shorts", "slots"),
+    [
+        (2402, 9, 1716, 55, 37),
+        (1604, 50, 1212, 30, 33),
+        (1427, 31, 1333, 11, 19),
+        (910, 15, 615, 3, 5),
+        (515, 22, 108, 5, 4),
+    ],
+)
+def test_two_lengths_have_the_bound_of_their_best_fillings(long, longs, short, shorts, slots):
+    """Against the linear program over all fillings of a microbatch."""
+    fillings = [(count, (4096 - count * long) // short) for count in range(4096 // long + 1)]
+    relaxed = linprog(np.ones(len(fillings)), -np.transpose(fillings), [-longs, -shorts])
+    job = AdapterJob("a", [long] * longs + [short] * shorts, longs + shorts)
+    assert bound(job, capacity_tokens=4096) == np.ceil(relaxed.fun - 1e-9) == slots
 
 
 def test_first_batches_compete_for_slots():

@@ -77,8 +77,8 @@ def test_a_fault_loses_only_progress_since_the_last_save():
 def test_a_decision_among_a_thousand_running_and_a_thousand_waiting_jobs_is_quick(benchmark):
     """Counted, so that a busy machine changes nothing: 28 ms and 1.6 s where an addition in a loop takes 50 ns.
 
-    With empty caches, more than half of it packs the batches of groups that would be formed, and of what is left of them
-    as members end, to see that their bounds hold.
+    With empty caches, more than half of it packs the batches of groups that would be formed, and of their members that
+    are left as others end, to see that their bounds hold.
     """
     row = benchmark.time_decision(repeats=1)
     print(row)
