@@ -111,7 +111,7 @@ def _bins_of_two_lengths(tokens: np.ndarray, starts: np.ndarray, room: int) -> n
     fillings = [(count, (room - count * long) // short) for count in range(most + 1)]
     hull: list[tuple[int, int]] = []
     for filling in dict.fromkeys([*fillings, (most, 0)]):
-        while len(hull) > 1 and _turns_left(*hull[-2:], filling):
+        while len(hull) > 1 and _turns_left(hull[-2], hull[-1], filling):
             hull.pop()
         hull.append(filling)
     of_long, of_short = (np.add.reduceat((tokens == length).astype(np.int64), starts) for length in (long, short))

@@ -160,7 +160,8 @@ class Appraiser:
     def _end_within_bounds(self, names: Sequence[str], kind: Kind, mesh: Mesh, shares: Sequence[Share]) -> bool:
         """Whether members end within their bounds if no other joins: on this mesh, or on the best one of those that are
         left, where this one is too slow for them."""
-        members, crises = names, list[tuple[Sequence[str], Sequence[Share]]]()
+        members: Sequence[str] = names
+        crises: list[tuple[Sequence[str], Sequence[Share]]] = []
         while members and (rate := self._formed(members, kind, mesh)):
             if members is not names and (len(members) == 1 or not rate.within_bounds):
                 crises += [(members, shares)]
