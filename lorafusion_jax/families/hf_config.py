@@ -254,6 +254,15 @@ def _problem(detail, values: Mapping[str, Any]) -> str:
     return f"{key}={shortened(value)} is not {condition}"
 
 
+def one_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object of JSON. A key that is there twice with different values is refused: readers take either."""
+    values = dict(pairs)
+    for key, value in pairs:
+        if value != values[key]:
+            raise ValueError(f"the key {shortened(key)} is there twice, with different values")
+    return values
+
+
 def shortened(value: object) -> str:
     """An invalid value for a message; values that cannot be shown are replaced by their type."""
     try:

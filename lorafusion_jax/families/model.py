@@ -20,7 +20,7 @@ from lorafusion_jax.families.attention import MODULE, Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.experts_rows import PREDICTORS
-from lorafusion_jax.families.hf_config import shortened
+from lorafusion_jax.families.hf_config import one_of_each
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Absent, Layer
 from lorafusion_jax.families.mamba import Mamba
@@ -483,7 +483,7 @@ def _part_of(model: ModelConfig, tensor: int) -> ModelConfig:
 def _read(path: Path) -> tuple[dict[str, Any], str]:
     file = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
     try:
-        raw = json.loads(read_text(file, SETTINGS), object_pairs_hook=_object)
+        raw = json.loads(read_text(file, SETTINGS), object_pairs_hook=one_of_each)
     except FileNotFoundError:
         raise CheckpointError(
             "model.not-found",
@@ -498,14 +498,6 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(raw, dict):
         raise CheckpointError("model.bad-config", "config.json is not a JSON object.", where=str(file))
     return raw, str(file)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    for key, value in pairs:
-        if value != values[key]:
-            raise ValueError(f"the key {shortened(key)} is there twice, with different values")
-    return values
 
 
 def _sentence(problems: list[str]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few, raise_all
+from lorafusion_jax.families.hf_config import one_of_each
 from lorafusion_jax.readable import RECORD, check_regular, read_text
 
 SHOWN = 20  # tensors that a message names
@@ -144,7 +145,7 @@ def _header(file: Path) -> dict[str, Stored]:
             pass
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            header: dict[str, Any] = json.loads(stream.read(length))
+            header: dict[str, Any] = json.loads(stream.read(length), object_pairs_hook=one_of_each)
         return {
             name: Stored(
                 file=file,

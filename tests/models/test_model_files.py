@@ -214,6 +214,24 @@ def test_truncated_file_is_named(model_dir, keep):
     assert caught.value.where == str(file)
 
 
+def test_a_tensor_that_is_named_twice_is_refused(model_dir):
+    """Programs differ in which of the two they take."""
+    file = model_dir / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = next(key for key, value in header.items() if key.endswith("norm.weight"))
+    twice = (
+        json.dumps(header)[:-1]
+        + f', "{name}": '
+        + json.dumps(header[name] | {"shape": [1, *header[name]["shape"]]})
+        + "}"
+    )
+    file.write_bytes(len(twice).to_bytes(8, "little") + twice.encode() + content[8 + length :])
+    with pytest.raises(CheckpointError, match="twice, with different values"):
+        load_decoder(model_dir)
+
+
 def sharded(tmp_path):
     return save_decoder(load_decoder(PLAIN, dtype=jnp.float32), tmp_path / "sharded", shard_bytes=8000)
 
