@@ -6,10 +6,10 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,12 +29,11 @@ from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import auto_class, loads_whole
 from lorafusion_jax.layout.layer import EXPERTS
-from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.peft.leaves import exported_spec
 from lorafusion_jax.readable import RECORD, NotReadableError, check_regular
-from lorafusion_jax.report.card_results import results
-from lorafusion_jax.report.console import out, say
+from lorafusion_jax.report.card_results import results, rows_by_adapter
+from lorafusion_jax.report.console import MOST_LINES, out, say
 from lorafusion_jax.weights.table import NONE
 
 # Commands of other programs that load exported adapters.
@@ -155,15 +154,28 @@ def command(
         message = f"{', '.join(full_folders)} already exists and is not empty."
         raise CheckpointError("export.exists", message, fix="choose another folder, or remove this one")
     console = out()
+    metrics, events = (rows_by_adapter(folder.path / log) for log in ("metrics.jsonl", "events.jsonl"))
     for name, source in sources.items():
-        export = Export(folder=folder, config=config, name=name, source=source, to=targets[name])
+        export = Export(
+            folder=folder,
+            config=config,
+            name=name,
+            source=source,
+            to=targets[name],
+            metrics=metrics.get(name, []),
+            events=events.get(name, []),
+            is_brief=len(sources) > MOST_LINES,
+        )
         export.merge(console) if merge else export.copy(console, dtype)
         if push is not None:
             upload(targets[name], f"{push}-{name}" if all_adapters else push)
+    if len(sources) > MOST_LINES:
+        say(console, f"exported {len(sources)} adapters: {to}/NAME, each read again")
     if not merge:
         specs = {name: exported_spec(adapter_spec(config.adapter(name))) for name in sources}
         base = config.base.hub_id or str(config.base.model)
-        folders = {name: (specs[name], targets[name]) for name in sources}
+        named = [*sources] if len(sources) <= MOST_LINES else [*sources][:MOST_COMMANDS]
+        folders = {name: (specs[name], targets[name]) for name in named}
         for line in commands(base, folders, type_of(ModelConfig.from_hf(base_directory(config))))[:MOST_COMMANDS]:
             console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
     first = next(iter(sources), "")
@@ -184,6 +196,8 @@ class Export:
     Attributes:
         source: its PEFT folder.
         to: the folder to write.
+        metrics, events: its rows of the run's logs.
+        is_brief: without lines of its own, as one of many.
     """
 
     folder: RunFolder
@@ -191,6 +205,9 @@ class Export:
     name: str
     source: Path
     to: Path
+    metrics: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    is_brief: bool = False
 
     @property
     def spec(self) -> AdapterSpec:
@@ -205,7 +222,7 @@ class Export:
             _copy(self.source, draft)
             (draft / SUMS).unlink(missing_ok=True)  # those of the new files are written at the end
             card, model = draft / "README.md", ModelConfig.from_hf(base_directory(self.config))
-            text = card.read_text("utf-8") + results(self.folder.path, self.name) if card.is_file() else ""
+            text = card.read_text("utf-8") + results(self.metrics) if card.is_file() else ""
             if loads_whole(model.wrapper, scored=self.spec.head is not None and self.spec.head.task == "SEQ_CLS"):
                 name_for_multimodal(draft, self.spec.kind, self.spec.head)
                 text = text.replace(auto_class(""), auto_class(model.wrapper))  # of a run of an earlier version
@@ -214,6 +231,8 @@ class Export:
             if dtype is not None:
                 cast_tensors(draft, dtype)
             spec, _ = read_adapter(draft, self.spec.kind, self.spec.head)
+        if self.is_brief:
+            return
         console.print(f"exported {self.name} (step {step_of(self.source)}): {self.to}", highlight=False, markup=False)
         console.print(
             f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, targets {', '.join(spec.targets)}", highlight=False
@@ -245,7 +264,7 @@ class Export:
         console.print(f"  {report.num_changed} tensors changed, largest change {report.max_delta:.3g}", highlight=False)
 
     def _warn(self, console: Console) -> None:
-        failure = _failure(self.folder, self.name)
+        failure = _failure(self.events)
         if failure is not None:
             text = f"{self.name} failed in training: {failure}; check these weights before you use them"
             say(console, text, "yellow")
@@ -304,13 +323,9 @@ def _refuse_merge_only(config: JobConfig, names: list[str]) -> None:
     )
 
 
-def _failure(folder: RunFolder, adapter: str) -> str | None:
-    """The reason of the adapter's failure, if it failed."""
-    ends = [
-        event
-        for event in read_rows(folder.path / "events.jsonl")
-        if event.get("adapter") == adapter and event["kind"] in ("adapter-done", "adapter-failed")
-    ]
+def _failure(events: Sequence[Mapping[str, Any]]) -> str | None:
+    """The reason of an adapter's failure, if it failed."""
+    ends = [event for event in events if event["kind"] in ("adapter-done", "adapter-failed")]
     return ends[-1].get("reason", "") if ends and ends[-1]["kind"] == "adapter-failed" else None
 
 

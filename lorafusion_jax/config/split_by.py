@@ -36,25 +36,25 @@ def column_values(files: Sequence[str], folder: Path, column: str) -> dict[str, 
     """
     files_of: dict[str, dict[str, None]] = {}
     for file in files:
-        missing: list[str] = []
+        bad_rows: list[str] = []
         columns: set[str] = set()
         try:
-            for place, row in _rows(folder / file, column):
+            for where, row in _rows(folder / file, column):
                 text = as_text(row.get(column))
                 columns |= row.keys() if text is None else set()
-                missing += [] if text is not None else [place]
+                bad_rows += [] if text is not None else [where]
                 if text is not None:
                     files_of.setdefault(text, {})[file] = None
         except (OSError, ValueError, csv.Error) as problem:
             message = f"'adapters.split_by' cannot read {file}."
             raise ConfigError("config.split-by", message, where=str(folder / file), why=str(problem)) from None
-        if missing:
-            word = missing[0].partition(" ")[0]
-            numbers = first_few([place.partition(" ")[2] for place in missing], SHOWN)
+        if bad_rows:
+            word = bad_rows[0].partition(" ")[0]
+            numbers = first_few([where.partition(" ")[2] for where in bad_rows], SHOWN)
             raise ConfigError(
                 "config.split-by",
-                f"{len(missing)} rows of {file} have no '{column}', by which 'adapters.split_by' tells them apart.",
-                where=f"{folder / file}, {word}{'s' if len(missing) > 1 else ''} {numbers}",
+                f"{len(bad_rows)} rows of {file} have no '{column}', by which 'adapters.split_by' tells them apart.",
+                where=f"{folder / file}, {word}{'s' if len(bad_rows) > 1 else ''} {numbers}",
                 why=f"their columns are {', '.join(sorted(columns))}" if columns else "they have no columns",
                 fix=FIX.replace("COLUMN", column).replace("FILE", file),
             )

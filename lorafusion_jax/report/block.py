@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 from rich.text import Text
 
 from lorafusion_jax.report.events import SlotDone
@@ -15,6 +16,7 @@ from lorafusion_jax.report.format import count, duration, exact, omissions, perc
 COLUMNS = ("steps", "share", "loss", "metrics", "gnorm", "lr", "held-out", "speed", "eta")
 DROPPED_FIRST = ("gnorm", "lr", "share", "metrics", "held-out", "speed")  # where the terminal is too narrow for all
 GAP = 2
+MOST_FAILURES = 5  # of many adapters
 
 
 @dataclass(slots=True)
@@ -91,6 +93,25 @@ def adapter_lines(rows: Mapping[str, Row], speed: SlotDone | None, width: int) -
             line.append(" " * GAP + f"{cells[name][column]:>{column_width}}", style=_style(column, row))
         lines.append(line)
     return lines
+
+
+def summary_lines(rows: Mapping[str, Row], width: int) -> list[Text]:
+    """One line about adapters that are too many for a line each, and the first failures."""
+    steps, num_steps = sum(row.step for row in rows.values()), sum(row.num_steps for row in rows.values())
+    parts = [
+        f" {exact(len(rows))} adapters",
+        f"{exact(sum(row.done for row in rows.values()))} done",
+        f"{exact(steps)}/{exact(num_steps)} steps",
+    ]
+    if failures := {name: row for name, row in rows.items() if row.failure}:
+        parts.insert(2, f"{exact(len(failures))} failed")
+    losses = {name: row.loss for name, row in rows.items() if row.loss is not None and not row.failure}
+    if losses:
+        low, median, high = np.quantile([*losses.values()], (0.1, 0.5, 0.9))
+        worst = max(losses, key=lambda name: losses[name])
+        parts += [f"loss {median:.3f} ({low:.3f} to {high:.3f})", f"highest {losses[worst]:.3f} {worst}"]
+    first = {name: failures[name] for name in [*failures][:MOST_FAILURES]}
+    return [Text("  ·  ".join(parts), no_wrap=True, overflow="ellipsis"), *adapter_lines(first, None, width)]
 
 
 def plain_state(rows: Mapping[str, Row], most: int = 6) -> str:

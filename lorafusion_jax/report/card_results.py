@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from lorafusion_jax.log_file import read_rows
 
@@ -11,11 +13,19 @@ MOST_ROWS = 12
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def results(run: Path, name: str) -> str:
-    """Returns a section of Markdown; "" for an adapter without metrics."""
+def rows_by_adapter(log: Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of a log by adapter."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in read_rows(log):
+        rows.setdefault(str(row.get("adapter")), []).append(row)
+    return rows
+
+
+def results(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a section of Markdown about the metrics of an adapter; "" without."""
     train, held_out = {}, {}
-    for row in read_rows(run / "metrics.jsonl"):
-        if row.get("adapter") == name and row["kind"] in ("step", "eval"):
+    for row in rows:
+        if row["kind"] in ("step", "eval"):
             losses, key = (train, "loss") if row["kind"] == "step" else (held_out, "eval_loss")
             if row.get(key) is not None:
                 losses[row["step"]] = row[key]

@@ -12,7 +12,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from lorafusion_jax.report.block import Row, adapter_lines, head_line, plain_state
+from lorafusion_jax.report.block import Row, adapter_lines, head_line, plain_state, summary_lines
+from lorafusion_jax.report.console import MOST_LINES
 from lorafusion_jax.report.events import (
     AdapterChanged,
     AdapterDone,
@@ -156,7 +157,11 @@ class Screen:
         lines = (
             [
                 head_line(self._name, self._slot, self._slots, self._speed, width, self._predicted_bubbles),
-                *adapter_lines(self._rows, self._speed, width),
+                *(
+                    adapter_lines(self._rows, self._speed, width)
+                    if len(self._rows) <= MOST_LINES
+                    else summary_lines(self._rows, width)
+                ),
             ]
             if self._started
             else []

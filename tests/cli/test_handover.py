@@ -15,6 +15,7 @@ import yaml
 from safetensors import safe_open
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.cli import export
 from lorafusion_jax.cli.export import commands
 from lorafusion_jax.digests import is_intact
 from lorafusion_jax.peft.folder import read_adapter
@@ -47,6 +48,15 @@ def test_all_adapters_are_exported_at_once_in_another_dtype(lorafusion, finished
     assert "Training loss of steps 1 to 6: `" in card
     again = lorafusion("export", run, "--all", "--to", tmp_path / "out")
     assert (again.code, again.errors) == (2, ["export.exists"])
+
+
+def test_many_exports_are_one_line(lorafusion, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "MOST_LINES", 1)
+    outcome = lorafusion("export", finished[1], "--all", "--to", tmp_path / "out")
+    assert [line for line in outcome.out.splitlines() if "exported" in line or "re-read" in line] == [
+        f"exported 2 adapters: {tmp_path / 'out'}/NAME, each read again"
+    ]
+    assert "Training loss of steps 1 to 4" in (tmp_path / "out" / "med" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lorafusion_jax.report import page
+from lorafusion_jax.report.page.build import _crowd
 from lorafusion_jax.report.page.collect import read_curves, thin
 from lorafusion_jax.report.ranking import Measure
 from lorafusion_jax.report.recorder import encode_row
@@ -71,3 +72,16 @@ def test_the_timeline_has_no_colour_of_its_own_for_paper_or_ink():
     assert {fill for fill in fills if f'.timeline [fill="{fill}"]' not in rules} == set()
     assert ".timeline text { fill: var(" in rules
     assert "background: #" not in rules
+
+
+def test_of_a_thousand_adapters_the_page_shows_quantiles_and_the_worst():
+    adapters = [
+        {"label": f"a{number}", "status": "done", "train": float(number), "after": None, "tokens": 10}
+        for number in range(1000)
+    ]
+    adapters[3] |= {"status": "failed"}
+    adapters[5] |= {"after": 2000.0}
+    crowd = _crowd(adapters)
+    assert crowd["worst"] == ["a3", "a5", *(f"a{number}" for number in range(999, 981, -1))]
+    assert "median 499.5, 10 % 99.9, 90 % 899.1, from 0 to 999" in crowd["lines"][1]
+    assert _crowd(adapters[:40]) is None

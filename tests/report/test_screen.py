@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lorafusion_jax.report.block import Row, adapter_lines, head_line, plain_state
+from lorafusion_jax.report.block import Row, adapter_lines, head_line, plain_state, summary_lines
 from lorafusion_jax.report.events import (
     AdapterDone,
     AdapterEvaluated,
@@ -230,6 +230,23 @@ def test_many_adapters_are_summed_up_in_a_log():
     rows = {f"a{number}": Row(10, step=5, loss=2.0) for number in range(28)}
     rows |= {"done": Row(10, step=10, loss=5.0, done=True), "bad": Row(10, failure="FAILED")}
     assert plain_state(rows) == "30 adapters: 1 done, 1 failed, mean loss 2.103"
+
+
+def test_a_thousand_adapters_take_one_line_and_their_failures():
+    rows = {f"a{number}": Row(10, step=5, loss=1 + number / 1000) for number in range(1000)}
+    rows |= {f"bad{number}": Row(10, step=3, failure=f"FAILED: number {number}") for number in range(7)}
+    rows["a0"].done = True
+    line, *failures = (text.plain for text in summary_lines(rows, 200))
+    assert line.split("  ·  ") == [
+        " 1 007 adapters",
+        "1 done",
+        "7 failed",
+        "5 021/10 070 steps",
+        "loss 1.500 (1.100 to 1.899)",
+        "highest 1.999 a999",
+    ]
+    assert len(failures) == 5
+    assert "FAILED: number 0" in failures[0]
 
 
 def test_resumed_runs_say_from_where():

@@ -10,9 +10,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.report.console import LARGEST, MOST_LINES
 from lorafusion_jax.report.format import count, duration, percent
 from lorafusion_jax.report.measured import read_timeline, reference_share
 from lorafusion_jax.report.page.collect import (
@@ -61,7 +64,7 @@ def report_page(runs: Sequence[ReportedRun], *, refresh_s: int | None = None) ->
     for adapter in adapters:
         adapter["color"] = color_by_label[adapter["label"]]
     _mark_best(adapters)
-    data = {"runs": run_rows, "adapters": adapters, "several": len(runs) > 1}
+    data = {"runs": run_rows, "adapters": adapters, "several": len(runs) > 1, "crowd": _crowd(adapters)}
     fields = {
         "@TITLE@": escape(" · ".join(names)),
         "@REFRESH@": f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else "",
@@ -191,6 +194,26 @@ def _mark_best(adapters: Sequence[dict[str, Any]]) -> None:
     for (_, measure), group in groups.items():
         if len(group) > 1:
             min(group, key=lambda adapter: measure.sort_key(adapter["best"][1]))["is_best"] = True
+
+
+def _crowd(adapters: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What the page says of adapters that are too many for a row each, and the worst of them; None for few."""
+    if len(adapters) <= MOST_LINES:
+        return None
+
+    def result(adapter: dict[str, Any]) -> float:
+        losses = (adapter["after"], adapter["train"])
+        return next((loss for loss in losses if loss is not None), float("-inf"))
+
+    worst = sorted(adapters, key=lambda adapter: (adapter["status"] != "failed", -result(adapter)))[:LARGEST]
+    lines = [f"{len(adapters)} adapters; the {LARGEST} worst are shown, failed ones first."]
+    for name, key in (("loss, last 10 % of steps", "train"), ("held-out loss now", "after"), ("tokens", "tokens")):
+        if values := [adapter[key] for adapter in adapters if adapter[key] is not None]:
+            least, low, median, high, most = np.quantile(values, (0, 0.1, 0.5, 0.9, 1))
+            lines.append(
+                f"{name}: median {median:.4g}, 10 % {low:.4g}, 90 % {high:.4g}, from {least:.4g} to {most:.4g}"
+            )
+    return {"lines": lines, "worst": [adapter["label"] for adapter in worst]}
 
 
 def _timeline(folder: Path, name: str, colors: Mapping[str, str]) -> str:

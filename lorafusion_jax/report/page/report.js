@@ -13,6 +13,14 @@ const tokens = n => n >= 1e6 ? (n / 1e6).toFixed(1) + " M" : n >= 1e3 ? (n / 1e3
 const view = Object.assign({metric: "loss", smooth: 0, log: false, hidden: [], sort: "", down: false}, JSON.parse(decodeURIComponent(location.hash.slice(1)) || "{}"));
 const keep = () => history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(view)));
 
+// Of many adapters the page shows the worst, unless the reader asks for all.
+if (data.crowd) {
+  const button = make("button", {"aria-pressed": Boolean(view.all)}, "show all");
+  button.addEventListener("click", () => { view.all = !view.all; keep(); location.reload(); });
+  $("crowd").append(make("ul", {class: "limits"}, ...data.crowd.lines.map(text => make("li", {}, text))), button);
+  if (!view.all) data.adapters = data.adapters.filter(a => data.crowd.worst.includes(a.label));
+}
+
 // Runs: figures, and what limits their speed.
 for (const run of data.runs) {
   const tiles = run.tiles.map(([name, value]) => make("div", {class: "tile"}, make("b", {}, value), make("span", {}, name)));
