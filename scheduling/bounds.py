@@ -63,9 +63,9 @@ def bound_of_rest(jobs: Sequence[AdapterJob], left: Sequence[np.ndarray], ready:
         lengths.append(tokens)
         starts.append(first)
     samples = np.concatenate(lengths)
-    whole = np.zeros(1, np.int64)
+    all_samples = np.zeros(1, np.int64)
     parts = _bins_by_parts, _bins_of_two_lengths
-    joint = max(int(bins(samples, whole, room)[0]) for bins in parts) if len(samples) else 0
+    joint = max(int(bins(samples, all_samples, room)[0]) for bins in parts) if len(samples) else 0
     bins = -(-max(joint, _bins_for(samples, room)) // limits.data_parallel)
     return max(bins, _one_machine(tiles, counts, starts, limits.slot_tiles, limits.num_stages))
 

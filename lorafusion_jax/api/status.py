@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lorafusion_jax.checkpoint.begun_folder import read_start
-from lorafusion_jax.checkpoint.folder import PLAN, RunFolder
+from lorafusion_jax.checkpoint.begun_folder import PLAN, read_start
+from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.checkpoint.saved_states import read_position
 from lorafusion_jax.errors import CheckpointError, LoraFusionError

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lorafusion_jax.checkpoint.folder import PLAN
 from lorafusion_jax.checkpoint.run_lock import FILE as LOCK
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.files import PART
 from lorafusion_jax.readable import SETTINGS, read_text
 
-START = "start.json"
+START, PLAN = "start.json", "plan.json"  # a folder with a plan is a run that was created
 
 
 class StartFile:

@@ -23,7 +23,8 @@ from typing import Any, TextIO
 from pydantic import ValidationError
 
 from lorafusion_jax.checkpoint import run_record
-from lorafusion_jax.checkpoint.run_lock import run_lock
+from lorafusion_jax.checkpoint.begun_folder import PLAN, read_start
+from lorafusion_jax.checkpoint.run_lock import held_by, run_lock
 from lorafusion_jax.checkpoint.saved_states import slots_of
 from lorafusion_jax.checkpoint.transition import change_files, complete_change, current_file
 from lorafusion_jax.config.resolved import dump_config, read_resolved
@@ -37,7 +38,7 @@ from lorafusion_jax.readable import PLAN as MOST_PLAN
 from lorafusion_jax.readable import SETTINGS, open_text, read_text
 from scheduling import Plan, PlanOutline, outline_from_lines
 
-CONFIG, RECORD, TIMELINE, PLAN = "config.yaml", "run.json", "timeline.json", "plan.json"
+CONFIG, RECORD, TIMELINE = "config.yaml", "run.json", "timeline.json"
 LATEST, BEST = "latest", "best"
 _STEP = re.compile(r"step-(\d+)")
 
@@ -365,9 +366,6 @@ class RunFolder:
 
 def no_run(path: Path, file: str) -> CheckpointError:
     """The error of a path that is no run folder, or not yet, because it has no such file."""
-    from lorafusion_jax.checkpoint.begun_folder import read_start
-    from lorafusion_jax.checkpoint.run_lock import held_by
-
     if (start := read_start(path)) is not None:
         if held_by(path)["alive"] is False:
             message, fix = f"{path} is a run that ended while it started.", "lorafusion train again, with a new --out"

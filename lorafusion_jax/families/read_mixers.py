@@ -92,7 +92,7 @@ def read_mixer(
         malformed.append(f"mamba_n_heads={heads} is not a multiple of mamba_n_groups={groups}")
     least, most = _limits(hf, malformed)
     norm: Literal["gated", "before gate", "none"] = "before gate" if hf.mamba_norm_before_gate else "gated"
-    one, bias = (1.0,) * 5, bool(hf.mamba_proj_bias)
+    factors, bias = tuple(hf.ssm_multipliers or ()), bool(hf.mamba_proj_bias)
     return Mamba(
         width=width,
         heads=heads,
@@ -107,7 +107,7 @@ def read_mixer(
         least=least if hf.time_step_min is None else hf.time_step_min,
         most=most,
         in_factor=hf.ssm_in_multiplier or 1.0,
-        factors=() if tuple(hf.ssm_multipliers or one) == one else tuple(hf.ssm_multipliers or one),
+        factors=() if factors == (1.0,) * 5 else factors,
         out_factor=hf.ssm_out_multiplier or 1.0,
         adapted_out="out_proj" not in family.frozen,
         norm="none" if hf.mamba_rms_norm is False else norm,

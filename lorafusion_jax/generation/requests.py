@@ -130,4 +130,4 @@ def check_requests(requests: Sequence[Request], model: ModelConfig) -> None:
 
 def _is_token(token: Any, model: ModelConfig) -> bool:
     is_int = isinstance(token, int | np.integer) and not isinstance(token, bool)
-    return is_int and 0 <= token < model.vocab_size
+    return is_int and 0 <= int(token) < model.vocab_size
