@@ -139,7 +139,7 @@ def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionErro
 def _later(name: str, config: ModelConfig) -> bool:
     """Whether a tensor is one that is checked where it is loaded."""
     module = family_named(config.family).expert_names[0].partition(".")[0]
-    return bool(config.checkpoint_format) or (config.experts is not None and f".{module}." in name)
+    return bool(config.checkpoint_format or config.packed) or (config.experts is not None and f".{module}." in name)
 
 
 def _listed_files(directory: Path) -> list[Path]:
@@ -169,6 +169,8 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...] | None]:
                 shapes |= {f"{stem}.weight": (norm.width,), f"{stem}.bias": (norm.width,)}
                 continue
             stem = ".".join(["model", "layers", str(number), *modules])
+            if leaf == "kernel" and config.packed:
+                continue  # whether it is packed is seen where it is loaded
             if leaf == "kernel":
                 shapes[f"{stem}.weight"] = None if config.checkpoint_format else shape[::-1]
             else:

@@ -135,7 +135,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_keys("metric_for_best_model", "early_stop.metric"),
     **_keys("greater_is_better", "early_stop.greater_is_better"),
     **_notes("load_best_model_at_end", "adapters/NAME/best of the run folder is the best step"),
-    **_notes("gptq gptq_model_v1 gptq_groupsize", "checkpoints of GPTQ are not read; base.quantize stores the base"),
+    **_notes("gptq gptq_model_v1 gptq_groupsize", "config.json says so, and such checkpoints are read"),
     **_notes("neftune_noise_alpha", "not offered"),
 }  # fmt: skip
 

@@ -37,6 +37,7 @@ from lorafusion_jax.families.table import family_named, known_models
 from lorafusion_jax.families.write import config_json
 from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, HALVES, WIDE_MLP, Half, Linear, saved_path
 from lorafusion_jax.readable import SETTINGS, read_text
+from lorafusion_jax.weights.packed import Packed
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\..+")
 _KEYS = re.compile(r"(?:.+\.)?layers\.(\d{1,6})\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..+")
@@ -74,6 +75,7 @@ class ModelConfig:
         chosen: tokens that an indexer chooses for each query; shorter samples are attended to as a whole, so that they
             need no indexer, and longer ones are refused (None: there is none).
         pattern: type of each layer; empty if all layers are alike.
+        packed: how kernels of the checkpoint may be packed that reading widens (None: they are not).
         dropouts: rates of dropout inside the base, and a soft cap that only text models have, by key of config.json;
             they are not applied.
         wrapper: model_type of a multimodal model of which this is the text part, see `families.multimodal`.
@@ -141,6 +143,7 @@ class ModelConfig:
     chosen: int | None = None
     pattern: tuple[LayerType, ...] = ()
     checkpoint_format: str | None = None
+    packed: Packed | None = None
     dropouts: tuple[tuple[str, float], ...] = ()
     wrapper: str = ""
 

@@ -1,4 +1,6 @@
-"""The `quantization_config` of a model's config.json: which format of `weights.checkpoint_formats` it describes."""
+"""The `quantization_config` of a model's config.json: which format of `weights.checkpoint_formats` it describes, or how
+kernels are packed that reading widens (`weights.packed`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import Any
 
 from lorafusion_jax.families.hf_config import SHOWN, shortened
 from lorafusion_jax.weights.fp8_blocks import BLOCK
+from lorafusion_jax.weights.packed import Packed
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 
@@ -30,6 +33,45 @@ def format_name(config: Mapping[str, Any]) -> str:
     if not isinstance(method, str) or method not in readers:
         raise UnknownFormat(method[:SHOWN] if isinstance(method, str) else "without quant_method")
     return readers[method](config)
+
+
+def packed_as(config: Mapping[str, Any], *, has_experts: bool) -> Packed | None:
+    """How kernels are packed that reading widens; None: they are not.
+
+    Args:
+        has_experts: FP8 blocks are widened in models of experts, and used as they are in others.
+
+    Raises:
+        UnknownFormat: a form of GPTQ or AWQ that is not read.
+
+    Example:
+        >>> packed_as({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, has_experts=False)
+        Packed(method='awq', bits=4, group=128, added=0)
+    """
+    method = config.get("quant_method")
+    if method == "fp8" and has_experts:
+        _fp8(config)
+        return Packed(method="fp8")
+    if method == "gptq":
+        _require(config, "gptq", bits=(2, 4, 8), pack_dtype=("int32", None), is_marlin_format=(False, None))
+        names = {name for key in ("checkpoint_format", "format") if (name := config.get(key)) is not None}
+        if not names <= {"gptq", "gptq_v2"} or len(names) > 1:
+            raise UnknownFormat(f"gptq with checkpoint_format={shortened(sorted(map(str, names)))}")
+        rules = config.get("dynamic") or {}
+        if not isinstance(rules, dict) or any(not str(rule).startswith("-") for rule in rules):
+            raise UnknownFormat("gptq with dynamic, other settings for some layers")
+        return Packed(method="gptq", bits=int(config["bits"]), group=_group(config), added=int("gptq_v2" not in names))
+    if method == "awq":
+        _require(config, "awq", bits=4, version=("gemm", "GEMM", None), zero_point=(True, None))
+        return Packed(method="awq", bits=4, group=_group(config))
+    return None
+
+
+def _group(config: Mapping[str, Any]) -> int:
+    size = config.get("group_size")
+    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+        raise UnknownFormat(f"{config['quant_method']} with group_size={shortened(size)}")
+    return max(size, 0)
 
 
 def _bitsandbytes(config: Mapping[str, Any]) -> str:

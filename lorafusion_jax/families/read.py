@@ -12,13 +12,14 @@ from lorafusion_jax.families.hf_config import DROPOUTS, OFF, HFConfig, parse_par
 from lorafusion_jax.families.mlp import Activation
 from lorafusion_jax.families.multimodal import OF_ROOT, SHARED, TEXT, UNCAPPED, text_part
 from lorafusion_jax.families.pattern import LayerType, read_pattern
-from lorafusion_jax.families.quantised import UnknownFormat, format_name
+from lorafusion_jax.families.quantised import UnknownFormat, format_name, packed_as
 from lorafusion_jax.families.read_experts import read_experts
 from lorafusion_jax.families.read_mixers import read_delta_net, read_latent, read_mixer
 from lorafusion_jax.families.read_rope import read_ropes
 from lorafusion_jax.families.refused import refusal
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import family_named, find_families, known_models
+from lorafusion_jax.weights.packed import Packed
 
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _ACTIVATIONS: dict[str | None, Activation] = {
@@ -73,7 +74,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     of_mixer = _ACTIVATIONS.get(hf.mamba_hidden_act or hf.hidden_act, "silu")
     mixer = read_mixer(hf, family, of_mixer, malformed, unsupported)
     latent = read_latent(hf, family, numbers["qkv_bias"], malformed, unsupported)
-    checkpoint_format = _checkpoint_format(hf, family, unsupported)
+    checkpoint_format, packed = _quantised(hf, family, wrapper, unsupported)
     _refuse_other_options(hf, raw, family, unsupported)
     dropouts = _dropouts(raw, family, malformed)
     if isinstance(cap, int | float):
@@ -98,6 +99,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
             "checkpoint_format": checkpoint_format,
+            "packed": packed,
             "dropouts": dropouts,
             "experts": experts,
             "delta_net": delta_net,
@@ -233,23 +235,30 @@ def _types(pattern: tuple[LayerType, ...]) -> dict[str, Any]:
     }
 
 
-def _checkpoint_format(hf: HFConfig, family: Family, unsupported: list[str]) -> str | None:
-    """How the weights come quantised, see `weights.checkpoint_formats`; None: they do not."""
+def _quantised(hf: HFConfig, family: Family, wrapper: str, unsupported: list[str]) -> tuple[str | None, Packed | None]:
+    """How the weights come quantised: a name of `weights.checkpoint_formats` if they are used so, and how they are
+    packed if reading widens them.
+    """
     if hf.quantization_config is None:
-        return None
+        return None, None
     if hf.quantization_config.get("quant_method") == "mxfp4" and "{}" not in family.expert_names[0]:
-        return None  # reading dequantises them, see `models.expert_files`
-    if family.experts is not None:
-        unsupported.append("quantization_config: experts that come quantised (base.quantize: nf4 makes them so)")
-        return None
+        return None, None  # reading dequantises them, see `models.expert_files`
     try:
-        return format_name(hf.quantization_config)
+        packed = packed_as(hf.quantization_config, has_experts=family.experts is not None)
+        if packed is not None and wrapper:
+            raise UnknownFormat(f"{packed.method} in a multimodal model")
+        if packed is not None:
+            return None, packed
+        if family.experts is not None:
+            unsupported.append("quantization_config: experts that come quantised (base.quantize: nf4 makes them so)")
+            return None, None
+        return format_name(hf.quantization_config), None
     except UnknownFormat as problem:
         unsupported.append(
             f"quantised weights ({problem}): name the model that they were made of, with base.quantize: fp8, int8 or "
             "nf4"
         )
-        return None
+        return None, None
 
 
 def _refuse_other_options(hf: HFConfig, raw: Mapping[str, Any], family: Family, unsupported: list[str]) -> None:

@@ -26,6 +26,7 @@ DTYPES: Mapping[str, Any] = {
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
     "I8": np.int8,
+    "I32": np.int32,
     "U8": np.uint8,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }

@@ -1,4 +1,6 @@
-"""Kernels of experts in checkpoints: several tensors make one leaf, or one tensor has all experts.
+"""Kernels in checkpoints that are not one plain tensor: of experts, and packed ones, which reading widens.
+
+Several tensors make one leaf, or one tensor has all experts.
 
 The leaf [E · K, N] is the transpose of [N, E · K], in which every expert has K columns, and gate and up their rows.
 K in · N out · E experts
@@ -12,10 +14,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.experts import GATE_UP
 from lorafusion_jax.families.family import Family
 from lorafusion_jax.layout.layer import EXPERTS, Linear
-from lorafusion_jax.models.checkpoint import Stored, read_slice
+from lorafusion_jax.models.checkpoint import READABLE, Stored, plain_index, read_slice
+from lorafusion_jax.weights.checkpoint_formats import TensorSpec
+from lorafusion_jax.weights.packed import Packed
 
 # Values of the four bits of MXFP4 (OCP Microscaling Formats 1.0); 32 of them share a power of two.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -32,24 +37,35 @@ class Part:
         shape: its shape there: [rows, columns], [columns] of one row, or [E, K, N] or [E, N, K] of all experts.
         row, column: first row and column of the rectangle.
         transposed: the tensor is [E, N, K].
-        packed: the tensor is in MXFP4: NAME_blocks [E, N, K / 32, 16] and NAME_scales [E, N, K / 32].
+        mxfp4: the tensor is in MXFP4: NAME_blocks [E, N, K / 32, 16] and NAME_scales [E, N, K / 32].
+        packed: how else its values are packed, in tensors whose names begin as that of a weight.
     """
 
     name: str
     shape: tuple[int, ...]
     row: int = 0
     column: int = 0
-    packed: bool = False
+    mxfp4: bool = False
+    packed: Packed | None = None
     transposed: bool = False
 
     @property
-    def tensors(self) -> dict[str, tuple[tuple[int, ...], str | None]]:
-        """Shapes of its tensors in the checkpoint, and their dtype (None: a float)."""
-        if not self.packed:
-            return {self.name: (self.shape, None)}
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Its tensors in the checkpoint."""
+        if self.packed is not None:
+            num_out, num_in = self.shape
+            return {f"{self.stem}{ending}": spec for ending, spec in self.packed.tensors(num_in, num_out).items()}
+        if not self.mxfp4:
+            return {self.name: TensorSpec(dtypes=READABLE, shapes=(self.shape,))}
         experts, num_in, num_out = self.shape
         blocks = (experts, num_out, num_in // _SHARED)
-        return {f"{self.name}_blocks": ((*blocks, _SHARED // 2), "U8"), f"{self.name}_scales": (blocks, "U8")}
+        shapes = {"_blocks": (*blocks, _SHARED // 2), "_scales": blocks}
+        return {f"{self.name}{end}": TensorSpec(dtypes=("U8",), shapes=(shape,)) for end, shape in shapes.items()}
+
+    @property
+    def stem(self) -> str:
+        """What the names of its tensors begin with, if it is packed."""
+        return self.name.removesuffix(".weight")
 
     @property
     def rectangle(self) -> tuple[int, int]:
@@ -83,14 +99,19 @@ def expert_parts(family: Family, linear: Linear, layer: int) -> tuple[Part, ...]
     )
 
 
-def as_stored(parts: tuple[Part, ...], stored: Mapping[str, Stored]) -> tuple[Part, ...]:
+def as_stored(parts: tuple[Part, ...], stored: Mapping[str, Stored], packed: Packed | None = None) -> tuple[Part, ...]:
     """The parts as a checkpoint has them: in MXFP4 where there are blocks of this name, all experts in one tensor where
-    there is one.
+    there is one, packed where the mark of packed ones is there.
     """
     if parts and (joined := _whole(parts)) is not None and joined.name in stored:
         return (joined,)
     return tuple(
-        replace(part, packed=True) if f"{part.name}_blocks" in stored else _turned(part, stored) for part in parts
+        replace(part, packed=packed)
+        if packed is not None and f"{part.stem}{packed.mark}" in stored
+        else replace(part, mxfp4=True)
+        if f"{part.name}_blocks" in stored
+        else _turned(part, stored)
+        for part in parts
     )
 
 
@@ -143,6 +164,8 @@ def write_part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:
 
 
 def _read(part: Part, stored: Mapping[str, Stored], rows: slice, columns: slice) -> np.ndarray:
+    if part.packed is not None:
+        return _read_packed(part, part.packed, stored, rows, columns)
     if len(part.shape) <= 2:
         index = (rows, columns)[-len(part.shape) :]
         return read_slice(stored[part.name], part.name, index).reshape(rows.stop - rows.start, -1)
@@ -152,16 +175,30 @@ def _read(part: Part, stored: Mapping[str, Stored], rows: slice, columns: slice)
     return np.concatenate(kernels, axis=1)[:, _moved(columns, experts.start * num_in)]
 
 
+def _read_packed(part: Part, packed: Packed, stored: Mapping[str, Stored], rows: slice, columns: slice) -> np.ndarray:
+    def fetch(ending: str, index: tuple[slice, ...]) -> np.ndarray:
+        entry = stored[f"{part.stem}{ending}"]
+        return read_slice(entry, f"{part.stem}{ending}", plain_index(index or None, entry.shape))
+
+    try:
+        return packed.read(fetch, part.shape[1], rows, columns, by_index=f"{part.stem}.g_idx" in stored)
+    except ValueError as problem:
+        message, where = f"{part.stem} is packed in a way that is not supported.", stored[f"{part.stem}{packed.mark}"]
+        raise CheckpointError(
+            "model.quantised-otherwise", message, where=str(where.file), why=str(problem), fix="download it again"
+        ) from None
+
+
 def _read_expert(part: Part, stored: Mapping[str, Stored], expert: int, rows: slice) -> np.ndarray:
     """Some rows of an expert's kernel, [rows, K]."""
     only = slice(expert, expert + 1)
     if part.transposed:
         return read_slice(stored[part.name], part.name, (only, rows, slice(0, part.shape[2])))[0]
-    if not part.packed:
+    if not part.mxfp4:
         return read_slice(stored[part.name], part.name, (only, slice(0, part.shape[1]), rows))[0].T
     blocks, scales = (
-        read_slice(stored[name], name, (only, rows, *(slice(0, size) for size in shape[2:])))[0]
-        for name, (shape, _) in part.tensors.items()
+        read_slice(stored[name], name, (only, rows, *(slice(0, size) for size in stored[name].shape[2:])))[0]
+        for name in part.tensors
     )
     pairs = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1).reshape(*blocks.shape[:2], _SHARED)
     return np.ldexp(pairs, scales.astype(np.int32)[..., None] - _BIAS).reshape(len(blocks), -1)

@@ -29,7 +29,7 @@ from lorafusion_jax.families.table import family_named
 from lorafusion_jax.models.cached_kernels import read_cached
 from lorafusion_jax.models.checkpoint import Stored, list_tensors, plain_index, read_slice
 from lorafusion_jax.models.decoder import Decoder
-from lorafusion_jax.models.expert_files import as_stored, read_parts
+from lorafusion_jax.models.expert_files import Part, as_stored, read_parts
 from lorafusion_jax.models.naming import Tensor, frozen_tensors
 from lorafusion_jax.models.quantised_kernels import ShardingRule, on_host, read_kernel, tensors_of, transposed_sharding
 from lorafusion_jax.models.stand_ins import stand_ins
@@ -242,7 +242,7 @@ def _reader(
     check_stored_as(quantize, config.checkpoint_format, where=str(model_dir))
     form = None if config.checkpoint_format is None else FORMATS[config.checkpoint_format]
     stored, tensors = _text_tensors(list_tensors(model_dir), frozen_tensors(model), config)
-    tensors = [replace(tensor, parts=as_stored(tensor.parts, stored)) for tensor in tensors]
+    tensors = [replace(tensor, parts=_parts(tensor, stored, config)) for tensor in tensors]
     specs = {name: spec for tensor in tensors for name, spec in tensors_of(tensor, form).items()}
     check_tensors(specs, stored, config, Path(model_dir))
     for layer in config.kinds:
@@ -250,6 +250,13 @@ def _reader(
     return FrozenReader(
         tensors=tensors, stored=stored, dtype=jnp.dtype(dtype), kind=kind, form=form, sharding_rule=_rule(sharding)
     )
+
+
+def _parts(tensor: Tensor, stored: Mapping[str, Stored], config: ModelConfig) -> tuple[Part, ...]:
+    """The parts of a leaf as they are stored; a kernel is its own part where it is packed."""
+    whole_kernel = (Part(name=tensor.name, shape=tensor.shape),) if tensor.transposed and config.packed else ()
+    parts = as_stored(tensor.parts or whole_kernel, stored, config.packed)
+    return parts if tensor.parts or any(part.packed for part in parts) else ()
 
 
 def _text_tensors(

@@ -28,11 +28,7 @@ def tensors_of(tensor: Tensor, form: CheckpointFormat | None) -> dict[str, Tenso
         form: of the layers' kernels; None: they are not quantised.
     """
     if tensor.parts:
-        return {
-            name: TensorSpec(dtypes=READABLE if dtype is None else (dtype,), shapes=(shape,))
-            for part in tensor.parts
-            for name, (shape, dtype) in part.tensors.items()
-        }
+        return {name: spec for part in tensor.parts for name, spec in part.tensors.items()}
     if form is None or not tensor.transposed:
         return {tensor.name: TensorSpec(dtypes=READABLE, shapes=(tensor.shape,))}
     out_features, in_features = tensor.shape

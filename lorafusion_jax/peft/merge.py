@@ -265,8 +265,10 @@ def _misfits(
             shape = part.shape
         elif len(shape) == 2:  # a kind may not know both sizes, which then fit
             shape = (sizes.N or shape[0], sizes.K or shape[1])
-        if part.packed:
+        if part.mxfp4:
             problems.append(f"quantised: {name} is MXFP4, only {', '.join(_DTYPES)} can be merged into")
+        elif part.packed or f"{part.stem}.qweight" in places:
+            problems.append(f"quantised: {name} is packed, only {', '.join(_DTYPES)} can be merged into")
         elif name not in places:
             problems.append(f"missing: {name}")
         elif places[name].dtype not in _DTYPES:

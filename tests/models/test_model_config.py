@@ -169,7 +169,7 @@ def test_unreadable_files_are_errors(text, tmp_path):
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: this key is not read"),
     ({"sliding_window": 64}, "sliding_window=64"),
     ({"rope_twist": "left"}, "rope_twist='left'"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights (gptq)"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "quantised weights (hqq)"),
     ({"num_local_experts": 8}, "mixture of experts"),
     ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
     ({"head_dim": 7}, "head_dim=7 is odd"),

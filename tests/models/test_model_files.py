@@ -147,7 +147,7 @@ def test_existing_folder_is_not_overwritten(model_dir):
 
 
 def test_host_holds_about_one_tensor(tmp_path):
-    config = ModelConfig.from_hf(PLAIN).to_hf() | {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4}
+    config = ModelConfig.from_hf(PLAIN).to_hf() | {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 8}
     big = Decoder(ModelConfig.from_hf(config | {"intermediate_size": 1024}), dtype=jnp.float32)
     save_decoder(big, tmp_path / "big", shard_bytes=4 * 2**20)
     tracemalloc.start()
@@ -157,8 +157,8 @@ def test_host_holds_about_one_tensor(tmp_path):
     finally:
         tracemalloc.stop()
     largest, whole = 256 * 1024 * 4, big.config.num_parameters * 4
-    # A tensor being read while the one before is on its way, and Python's own objects.
-    assert peak < 3 * largest + 6 * 2**20 < whole
+    # Each reader holds a tensor as it is in the file, transposed, and in bfloat16; and Python's own objects.
+    assert peak < loading.READERS * 2.5 * largest + 6 * 2**20 < whole
 
 
 def test_all_wrong_tensors_are_listed(model_dir):

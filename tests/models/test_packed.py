@@ -1,0 +1,181 @@
+"""Checkpoints that reading widens: each form of GPTQ and AWQ, and experts in FP8 blocks, against loops over bits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from make_golden import GOLDEN
+from safetensors.numpy import load_file, save_file
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.checkpoint.base_weights import weight_problems
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.models import Decoder, ModelConfig, load_frozen, save_decoder
+from lorafusion_jax.peft.folder import export_adapter
+from lorafusion_jax.peft.merge import merge_adapter
+
+FILE = "model.safetensors"
+WIDTH, INNER = 64, 96
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words(integers, bits):
+    """Integers [..., n] → words of 32 bits, the first in the lowest bits."""
+    each = 32 // bits
+    packed = np.zeros((*integers.shape[:-1], integers.shape[-1] // each), np.uint32)
+    for index in np.ndindex(integers.shape):
+        packed[*index[:-1], index[-1] // each] |= np.uint32(integers[index]) << np.uint32(bits * (index[-1] % each))
+    return packed.view(np.int32)
+
+
+def gptq(rng, num_in, num_out, *, bits, group, version, order):
+    """The tensors of a kernel, and its values [K, N]."""
+    groups = num_in // group if group > 0 else 1
+    of_row = np.arange(num_in) // group if group > 0 else np.zeros(num_in, int)
+    if order:
+        of_row = rng.permutation(of_row)
+    codes, zeros = rng.integers(0, 2**bits, (num_in, num_out)), rng.integers(1, 2**bits, (groups, num_out))
+    scales = rng.uniform(0.01, 0.1, (groups, num_out)).astype(np.float16)
+    tensors = {
+        "qweight": words(codes.T, bits).T.copy(),
+        "qzeros": words(zeros - (version == 1), bits),
+        "scales": scales,
+        "g_idx": of_row.astype(np.int32),
+    }
+    return tensors, (codes - zeros[of_row]) * scales[of_row].astype(np.float32)
+
+
+def awq(rng, num_in, num_out, *, group):
+    groups = num_in // group
+    codes, zeros = rng.integers(0, 16, (num_in, num_out)), rng.integers(0, 16, (groups, num_out))
+    scales = rng.uniform(0.01, 0.1, (groups, num_out)).astype(np.float16)
+
+    def ordered(integers):
+        return words(integers.reshape(len(integers), -1, 8)[..., AWQ_COLUMNS].reshape(integers.shape), 4)
+
+    of_row = np.arange(num_in) // group
+    values = (codes - zeros[of_row]) * scales[of_row].astype(np.float32)
+    return {"qweight": ordered(codes), "qzeros": ordered(zeros), "scales": scales}, values
+
+
+FORMS = {
+    "gptq": ({"bits": 4, "group": 32, "version": 1, "order": False}, {"checkpoint_format": "gptq", "desc_act": False}),
+    "ordered by activation": ({"bits": 4, "group": 16, "version": 1, "order": True}, {"desc_act": True}),
+    "one group of 8 bits": ({"bits": 8, "group": -1, "version": 1, "order": False}, {}),
+    "second version": ({"bits": 2, "group": 32, "version": 2, "order": False}, {"format": "gptq_v2"}),
+    "awq": ({"group": 16}, {"version": "gemm", "zero_point": True}),
+}
+
+
+def config_of(**changed):
+    return ModelConfig(
+        family="llama", vocab_size=16, hidden_size=WIDTH, intermediate_size=INNER, num_layers=2, num_heads=2,
+        num_kv_heads=1, head_dim=32, **changed,
+    )  # fmt: skip
+
+
+def write_settings(folder, settings):
+    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.fixture(params=FORMS)
+def packed(request, tmp_path):
+    """(folder, values of the packed kernels by leaf name); down_proj of layer 1 stays plain."""
+    sizes, settings = FORMS[request.param]
+    rng, method = np.random.default_rng(0), "awq" if request.param == "awq" else "gptq"
+    folder = save_decoder(Decoder(config_of(), dtype=jnp.float16), tmp_path / "base")
+    tensors, kernels = load_file(folder / FILE), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        if name.startswith("model.layers.1.mlp.down"):
+            continue
+        stem, (num_out, num_in) = name.removesuffix(".weight"), tensors.pop(name).shape
+        parts, values = (awq if method == "awq" else gptq)(rng, num_in, num_out, **sizes)
+        tensors |= {f"{stem}.{part}": array for part, array in parts.items()}
+        kernels[f"{stem.removeprefix('model.')}.kernel"] = values
+    save_file(tensors, folder / FILE)
+    settings = {"quant_method": method, "bits": sizes.get("bits", 4), "group_size": sizes["group"]} | settings
+    write_settings(folder, settings)
+    return folder, kernels
+
+
+def test_packed_kernels_have_the_values_of_their_formula(packed):
+    folder, kernels = packed
+    assert len(kernels) == 13
+    assert weight_problems(folder) == []
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("in", "out"))
+    for sharding in (None, lambda name, shape: NamedSharding(mesh, PartitionSpec(*("in", "out")[: len(shape)]))):
+        weights: Any = load_frozen(folder, dtype=jnp.float32, sharding=sharding)
+        for name, values in kernels.items():
+            np.testing.assert_allclose(weights[name], values, rtol=1e-6, err_msg=name)
+    stored: Any = load_frozen(folder, dtype=jnp.float32, quantize="int8")
+    assert stored["layers.0.mlp.up_proj.kernel"]["values"].dtype == jnp.int8  # it may be stored anew
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_merged_into_it(packed, tmp_path):
+    folder, _ = packed
+    spec = AdapterSpec(name="a", rank=2, alpha=4, targets=("q_proj",))
+    shapes = {"lora_a": (1, WIDTH, 2), "lora_b": (1, 2, 64)}
+    stems = [f"layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    leaves = {f"{stem}.{leaf}": np.ones(shape, np.float32) for stem in stems for leaf, shape in shapes.items()}
+    adapter = export_adapter(leaves, spec, 0, str(folder), tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"quantised: model.layers.0.self_attn.q_proj.weight is packed"):
+        merge_adapter(folder, adapter, tmp_path / "merged")
+    tensors = load_file(folder / FILE)
+    stem = "model.layers.0.self_attn.q_proj"
+    save_file({name: array for name, array in tensors.items() if name != f"{stem}.scales"}, folder / FILE)
+    with pytest.raises(CheckpointError, match=rf"missing: {stem}.scales"):
+        load_frozen(folder)
+    if f"{stem}.g_idx" in tensors:
+        save_file(tensors | {f"{stem}.g_idx": np.full(WIDTH, 9, np.int32)}, folder / FILE)
+        with pytest.raises(CheckpointError, match="g_idx has 9 to 9, and there are"):
+            load_frozen(folder)
+
+
+def test_fp8_experts_are_widened(tmp_path):
+    """Blocks of 128 × 128, the last of a side smaller; the router stays plain."""
+    folder, rng = tmp_path / "base", np.random.default_rng(0)
+    folder.mkdir()
+    tensors = load_file(GOLDEN / "qwen3_moe" / FILE)
+    (folder / "config.json").write_bytes((GOLDEN / "qwen3_moe" / "config.json").read_bytes())
+    plain = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.uniform(0.5, 2, [-(-size // 128) for size in weight.shape]).astype(np.float32)
+        tensors[name], tensors[f"{name}_scale_inv"] = weight, scales
+        plain[name] = (
+            weight.astype(np.float32)
+            * np.kron(scales, np.ones((128, 128), np.float32))[tuple(map(slice, weight.shape))]
+        )
+    save_file(tensors, folder / FILE)
+    write_settings(folder, {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"})
+    (tmp_path / "plain").mkdir()
+    save_file(plain, tmp_path / "plain" / FILE)
+    (tmp_path / "plain" / "config.json").write_bytes((GOLDEN / "qwen3_moe" / "config.json").read_bytes())
+    weights, expected = (load_frozen(where, dtype=jnp.float32) for where in (folder, tmp_path / "plain"))
+    chex.assert_trees_all_equal(weights, expected)
+
+
+@pytest.mark.parametrize(("settings", "shown"), [
+    ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq with bits=3"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "checkpoint_format="),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 8, "format": "gptq", "checkpoint_format": "gptq_v2"}, "gptq_v2"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 8, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size=0"),
+    ({"quant_method": "awq", "bits": 4}, "group_size=None"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "version='gemv'"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False}, "zero_point=False"),
+])  # fmt: skip
+def test_other_forms_are_refused_by_name(settings, shown, tmp_path):
+    folder = save_decoder(Decoder(config_of(), dtype=jnp.float16), tmp_path / "base")
+    write_settings(folder, settings)
+    with pytest.raises(CheckpointError, match=shown):
+        ModelConfig.from_hf(folder)
