@@ -100,7 +100,7 @@ def test_a_finished_run_is_resumed_to_itself_and_is_never_overwritten(run, value
     assert lf.open_run(str(finished.folder)).losses == finished.losses
     with pytest.raises(lf.LoraFusionError, match=r"run\.exists"):
         lf.train(values, finished.folder, progress=False)
-    with pytest.raises(lf.LoraFusionError, match="no run"):
+    with pytest.raises(lf.LoraFusionError, match=r"run\.missing"):
         lf.open_run(finished.folder.parent / "other")
 
 

@@ -71,7 +71,9 @@ def test_evaluations_and_saves_are_predicted_and_stand_beside_what_they_took(lor
     parts = [predicted[key] for key in ("seconds", "evaluation_s", "saving_s")]
     assert predicted["wall_s"] == pytest.approx(sum(parts), rel=1e-12)
     assert min(parts) > 0
-    assert re.search(r"training .* predicted\)  ·  evaluating .* predicted\)  ·  saving .* predicted\)", outcome.out)
+    assert re.search(
+        r"training .* predicted\)  ·  held-out losses .* predicted\)  ·  saving .* predicted\)", outcome.out
+    )
     text = lorafusion("plan", job.path, "save.every_steps=2").out
     assert re.search(r"with \d+ evaluations \(.*\) and \d+ saves \(.*\) .*, without start-up", text)
 

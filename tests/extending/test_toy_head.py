@@ -84,7 +84,7 @@ FIND = Objective(
 NOWHERE = Objective(
     segments=lambda row: (Segment(name="essay", text=row["essay"]),), columns=("essay",),
     loss=lambda sample, options: (sample.score.sum(), {}), needs=frozenset({"score"}),
-    head=(Leaf(name="secret", axes=("D", 1), init=ramp),),
+    head=(Leaf(name="secret", axes=("D", 1), init=ramp, peft_name="secret"),),
 )
 HEADLESS = Objective(
     segments=lambda row: (Segment(name="essay", text=row["essay"]),), columns=("essay",),

@@ -196,11 +196,12 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "halving": config.halving.first_step is not None,
         "data.train: a list": len(adapter.data.train) > 1 or any(source.weight != 1 for source in adapter.data.train),
         "data.eval: a list": len(held_out) > 1,
+        "data.where": bool(adapter.data.where),
         "data.eval: a share of the rows (name a file)": isinstance(adapter.data.eval, float),
     } | {f"lora.{key}": True for key in _changed(adapter.lora) - {"init_from"} - set(LoraSpec.model_fields)}
     if wrong := [name for name, is_set in is_set_by_name.items() if is_set]:
         raise ConfigError("jobs.not-served", f"{adapter.name}: a service does not take {', '.join(wrong)}.")
-    data = adapter.data.model_dump(mode="json", exclude_none=True)
+    data = adapter.data.model_dump(mode="json", exclude_none=True, exclude={"where"})
     sources_by_key = {"train": adapter.data.train, "eval": held_out}
     data |= {key: _file_of(sources[0].path, directory) for key, sources in sources_by_key.items() if sources}
     lora = adapter.lora.model_dump(mode="json", exclude_none=True, include=set(LoraSpec.model_fields))
