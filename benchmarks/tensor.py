@@ -1,10 +1,11 @@
-"""Layers on one GPU beside layers that two GPUs compute together (`mesh.tensor`), and beside two pipeline stages.
+"""Layers on one GPU beside layers that two GPUs compute together (`mesh.tensor`), two stages, and two replicas.
 
-    python -m benchmarks.tensor --out OUT [--seconds 150] [--layers 8] [--adapters 1] [--small]
+    python -m benchmarks.tensor --out OUT [--seconds 150] [--layers 8] [--adapters 1] [--meshes data fsdp] [--small]
 
 Writes a random base with layers of an 8B model in bfloat16 and runs `lorafusion train` on it: four adapters together,
-then one alone. The first losses of every mesh must be those of one GPU to rounding before any rate is printed. A row
+then one alone. The first losses of every mesh must be those of the first to rounding before any rate is printed. A row
 per run: losses, tokens per second after the first slots, and peak and predicted memory. Nothing starts after --seconds.
+Replicas with a base each (`data`) beside replicas that share one (`fsdp`) tell what gathering adds to a slot.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.prediction import predicted_costs, predicted_memory
 from scheduling import plan_statistics
 
-MESHES: dict[str, dict[str, int]] = {"one": {}, "tensor": {"tensor": 2}, "stages": {"stages": 2}, "data": {"data": 2}}
+MESHES: dict[str, dict[str, int]] = {
+    "one": {}, "tensor": {"tensor": 2}, "stages": {"stages": 2}, "data": {"data": 2}, "fsdp": {"fsdp": 2},
+}  # fmt: skip
 TOLERANCE = 4 * 2**-9  # of the first losses, at equal weights: as `verify` allows in bfloat16
 WARM = 8  # slots that are not timed
 SLOTS = 48
@@ -42,6 +45,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--adapters", type=int, nargs="+", default=[4, 1], help="that train together, at most 4")
+    parser.add_argument("--meshes", choices=MESHES, nargs="+", default=list(MESHES))
     parser.add_argument("--small", action="store_true", help="tiny shapes, on two simulated devices")
     options = parser.parse_args()
     shape, began = SMALL if options.small else SHAPE, time.monotonic()
@@ -53,7 +57,7 @@ def main() -> int:
         _write_data(work, options.small)
         for adapters in options.adapters:
             first: dict[str, float] = {}
-            for mesh in MESHES:
+            for mesh in options.meshes:
                 if time.monotonic() - began > options.seconds:
                     return 0
                 row, losses = _run(work, mesh, adapters, options.small)
