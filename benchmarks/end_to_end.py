@@ -26,6 +26,7 @@ Variants (all rows are reported, even if a baseline wins):
     single_sizes    the same, and each microbatch takes the smallest of four sizes that holds it
     single_short    the same, of sizes down to 1/32 of `--capacity`, as small batches of short rows need
     fsdp_xla        one adapter after another, base sharded over all GPUs, each a replica, XLA LoRA
+    fsdp            the same with our kernels
     flush           one adapter after another in a pipeline that is flushed at every step
     mlora           all adapters, one batch of each in turn, packed separately, our kernels
     frozen          the floor: the slots of `ours` forward and backward through the frozen base, with the same stages
@@ -134,6 +135,7 @@ VARIANTS = {
     "single_sizes": Variant(False, None, "sizes"),
     "single_short": Variant(False, None, "short"),
     "fsdp_xla": Variant(False, "xla", "single", fsdp=True),
+    "fsdp": Variant(False, None, "single", fsdp=True),
     "flush": Variant(False, "xla", "single", flush=True),
     "mlora": Variant(True, None, "mlora"),
     "frozen": Variant(True, None, "ours", frozen=True),

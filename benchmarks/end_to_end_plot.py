@@ -37,8 +37,8 @@ PUBLISHED_ON = "H100-80GB"
 PUBLISHED_GPUS = {"8b": 1, "32b": 2, "70b": 4}
 PUBLISHED_BATCH = {"8b": 8, "32b": 8, "70b": 16}
 COLOURS = {
-    "single_xla": "#e8a33d", "single": "#d9c17a", "fsdp_xla": "#c2703d", "flush": "#8b5e3c", "mlora": "#7d8f53",
-    "ours_xla": "#7fb3c8", "ours": "#1f6f8b", "frozen": "#9aa0a6",
+    "single_xla": "#e8a33d", "single": "#d9c17a", "fsdp_xla": "#c2703d", "fsdp": "#a9805f", "flush": "#8b5e3c",
+    "mlora": "#7d8f53", "ours_xla": "#7fb3c8", "ours": "#1f6f8b", "frozen": "#9aa0a6",
     "one adapter at a time": "#e8a33d", "Megatron FSDP": "#c2703d", "Megatron PP": "#8b5e3c",
     "mLoRA schedule": "#7d8f53", "LoRAFusion": "#1f6f8b",
 }  # fmt: skip

@@ -10,7 +10,8 @@ Row = dict[str, Any]
 WORKLOADS = ("xsum", "cnn", "wiki", "mix", "het")
 LABELS = {
     "single_xla": "one at a time, XLA LoRA", "single": "one at a time, our kernels",
-    "fsdp_xla": "FSDP, one at a time, XLA LoRA", "flush": "pipeline flushed at every step, XLA LoRA",
+    "fsdp_xla": "FSDP, one at a time, XLA LoRA",
+    "fsdp": "FSDP, one at a time, our kernels", "flush": "pipeline flushed at every step, XLA LoRA",
     "mlora": "mLoRA's order, our kernels", "ours_xla": "ours, XLA LoRA", "ours": "ours",
     "frozen": "frozen base, no LoRA: the floor",
 }  # fmt: skip

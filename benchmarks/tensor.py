@@ -5,13 +5,15 @@
 Writes a random base with layers of an 8B model in bfloat16 and runs `lorafusion train` on it: four adapters together,
 then one alone. The first losses of every mesh must be those of the first to rounding before any rate is printed. A row
 per run: losses, tokens per second after the first slots, and peak and predicted memory. Nothing starts after --seconds.
-Replicas with a base each (`data`) beside replicas that share one (`fsdp`) tell what gathering adds to a slot.
+Replicas with a base each (`data`) beside replicas that share one (`fsdp`) tell what gathering adds to a slot,
+and `processes` what a process for each of the `stages` adds.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,8 @@ from lorafusion_jax.planning.prediction import predicted_costs, predicted_memory
 from scheduling import plan_statistics
 
 MESHES: dict[str, dict[str, int]] = {
-    "one": {}, "tensor": {"tensor": 2}, "stages": {"stages": 2}, "data": {"data": 2}, "fsdp": {"fsdp": 2},
+    "one": {}, "tensor": {"tensor": 2}, "stages": {"stages": 2}, "processes": {"stages": 2}, "data": {"data": 2},
+    "fsdp": {"fsdp": 2},
 }  # fmt: skip
 TOLERANCE = 4 * 2**-9  # of the first losses, at equal weights: as `verify` allows in bfloat16
 WARM = 8  # slots that are not timed
@@ -115,7 +118,10 @@ def _run(work: Path, mesh: str, adapters: int, small: bool) -> tuple[dict[str, A
     jobs.write_text(yaml.safe_dump(_job(mesh, adapters, small)))
     command = [sys.executable, "-m", "lorafusion_jax", "train", str(jobs), "--out", str(out)]
     began = time.monotonic()
-    subprocess.run(command, env=_environment(small), check=True, stdout=subprocess.DEVNULL)
+    if mesh == "processes":
+        _run_in_two(command, small)
+    else:
+        subprocess.run(command, env=_environment(small), check=True, stdout=subprocess.DEVNULL)
     seconds, run = time.monotonic() - began, RunFolder(out)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = {row["adapter"]: row["loss"] for row in reversed(rows) if row["kind"] == "step"}
@@ -139,6 +145,20 @@ def _run(work: Path, mesh: str, adapters: int, small: bool) -> tuple[dict[str, A
         "last_losses": {row["adapter"]: row["loss"] for row in rows if row["kind"] == "step"},
         "command_s": round(seconds, 1),
     }, losses
+
+
+def _run_in_two(command: list[str], small: bool) -> None:
+    """A process for each stage, with one device each."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    join = ["--distributed", "--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
+    processes = []
+    for number in range(2):
+        one_device = {"JAX_NUM_CPU_DEVICES": "1"} if small else {"CUDA_VISIBLE_DEVICES": str(number)}
+        environment = _environment(small) | one_device
+        processes.append(subprocess.Popen([*command, *join, str(number)], env=environment, stdout=subprocess.DEVNULL))
+    codes = [process.wait() for process in processes]
+    assert codes == [0, 0], codes
 
 
 if __name__ == "__main__":
