@@ -7,8 +7,9 @@ Rows of joining.jsonl, those of most interest first:
     {"part": "rl", ...}       adapters that sample their rows (`rollout`): seconds of a step of all adapters, and the
                               share of sampling in it
     {"part": "sft", "way": "together" | "one by one", ...}
-                              equal adapters in supervised fine-tuning. Microbatches of both take the smallest of four
-                              sizes that holds them: alone from 1/32 of the capacity, together from 3/8.
+                              equal adapters in supervised fine-tuning. Microbatches have the best of three sizes in the
+                              simulator, for each way. `step_s` is a step of all adapters; one that trains alone waits
+                              `step_s` over their number for its own
     {"part": "search", ...}   64 points (learning rate × rank × batch) in one run: seconds until the last point is
                               trained, with and without halving
 
@@ -33,15 +34,18 @@ import lorafusion_jax as lf
 from benchmarks.conditions import conditions
 from benchmarks.end_to_end import VARIANTS, Bench, Variant
 from benchmarks.harness import add_row, command_line
+from benchmarks.random_job import SHAPE, SMALL
 from benchmarks.starting import write_base
-from benchmarks.workloads import SHAPES
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config.schema import JobConfig, MeshSettings
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.machine import prepare_machine
-from scheduling import AdapterJob
+from lorafusion_jax.planning.prediction import predicted_costs
+from lorafusion_jax.training.meter import SAMPLING
+from scheduling import AdapterJob, simulate
 
-WAYS = {"ours_sizes": "together", "single_short": "one by one"}
+WAYS = {"single": "one by one", "ours": "together"}
+SIZES = (1 / 16, 3 / 16, 5 / 8)  # of the capacity; each compiles once for each number of adapters
 PARTS = ("rl", "sft", "search")
 REWARD = (
     "def reward(completions):\n    return [sum(map(str.islower, text)) / (len(text) + 1) for text in completions]\n"
@@ -59,12 +63,14 @@ class Cell(NamedTuple):
 
 
 CELLS = (
-    *(Cell(batch, 8, 256, 16) for batch in (1, 4, 16, 64)),
-    *(Cell(batch, 8, 2048, 16) for batch in (1, 4, 16)),
-    *(Cell(4, 8, 256, adapters) for adapters in (4, 64)),
+    *(Cell(batch, 8, 256, 16) for batch in (4, 1, 16, 64)),
+    Cell(4, 8, 256, 4),
+    Cell(4, 8, 256, 16, "fp8"),
+    *(Cell(batch, 8, 2048, 16) for batch in (1, 4)),
+    Cell(4, 8, 256, 64),
     *(Cell(batch, 64, 256, 16) for batch in (1, 16)),
     *(Cell(batch, 8, 256, 16, "fp8") for batch in (1, 16)),
-    Cell(64, 8, 2048, 16),
+    *(Cell(batch, 8, 2048, 16) for batch in (16, 64)),
     Cell(16, 64, 2048, 16),
 )
 SMALL_CELLS = (Cell(1, 4, 16, 3), Cell(4, 4, 16, 3))
@@ -80,7 +86,7 @@ class Joining(Bench):
         together = cell.adapters if variant.together else 1
         steps = min(slots + 5, max(2, round(slots * capacity / (cell.tokens * cell.batch * together))))  # each ≥ a slot
         draw, count = np.random.default_rng(0), steps * cell.batch
-        longest = min(4 * cell.tokens, capacity // 2)
+        longest = min(2 * cell.tokens, capacity // 2)
         lengths = [draw.lognormal(np.log(cell.tokens) - 0.11, 0.47, count) for _ in range(together)]
         jobs = [
             AdapterJob(f"a{number}", row.clip(4, longest).astype(int).tolist(), cell.batch)
@@ -95,19 +101,31 @@ class Joining(Bench):
         base = config.base.model_copy(update={"quantize": self.cell.quantize})
         return config.model_copy(update={"adapters": tuple(renamed), "base": base})
 
+    def planned(self, variant: Variant, workload: str, mesh: MeshSettings, slots: int):
+        """As `Bench` has it, but the adapters together take the best size of microbatches, too."""
+        runs = self.jobs(variant, workload, mesh, slots)
+        capacity = self.best_capacity(variant, runs, mesh)
+        return runs, capacity, [self.plan(variant, run, capacity, mesh) for run in runs]
+
+    def best_capacity(self, variant: Variant, runs: Sequence[Sequence[AdapterJob]], mesh: MeshSettings) -> int:
+        longest = max(max(job.sample_tokens) for run in runs for job in run)
+
+        def seconds(capacity: int) -> float:
+            costs = predicted_costs(self.config(variant, mesh, capacity, len(runs[0])), self.model, "h200")
+            return sum(simulate(self.plan(variant, run, capacity, mesh), costs).duration_s for run in runs)
+
+        sizes = [round(share * self.options.capacity) for share in SIZES]
+        return min((size for size in sizes if size >= longest), key=seconds)
+
     def write(self, row: Mapping[str, Any]) -> None:
         keys = (
-            "useful_tokens_per_s",
-            "density",
-            "slots",
-            "slot_s",
-            "seconds",
-            "compile_s",
-            "peak_gb",
-            "sizes",
-            "error",
-        )
+            "capacity_tokens", "useful_tokens_per_s", "density", "slots", "slot_s", "seconds", "compile_s", "peak_gb",
+            "predicted_gb", "error",
+        )  # fmt: skip
         cell = self.cell._asdict() | {"part": "sft", "way": WAYS[row["variant"]]}
+        if "useful_tokens_per_s" in row:
+            tokens = self.cell.adapters * self.cell.batch * self.cell.tokens
+            cell["step_s"] = round(tokens / row["useful_tokens_per_s"], 3)
         add_row(self.file, cell | {key: row[key] for key in keys if key in row} | self.conditions)
 
 
@@ -140,12 +158,17 @@ def sft(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]:
     )  # fmt: skip
     bench = Joining(settings)
     bench.file = options.out / "joining.jsonl"
+    alone: set[Cell] = set()
     for cell in SMALL_CELLS if options.small else CELLS:
-        bench.cell, settings.batch, settings.adapters = cell, cell.batch, cell.adapters
+        bench.cell, settings.batch = cell, cell.batch
         for name in WAYS:
             if time.monotonic() > stop:
                 return
             settings.adapters = cell.adapters if VARIANTS[name].together else 1
+            if settings.adapters == 1:
+                if (one := cell._replace(adapters=1)) in alone:  # whatever their number
+                    continue
+                alone.add(one)
             try:
                 bench.run(name, "mix")
             except Exception as problem:
@@ -155,7 +178,7 @@ def sft(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]:
 
 def rl(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]:
     """Trains adapters that sample their rows: together, and one of them alone, which stands for each."""
-    prompt, group, prompts, new, steps = (16, 4, 2, 8, 2) if options.small else (256, 16, 4, 512, 3)
+    prompt, group, prompts, new, steps = (16, 4, 2, 8, 3) if options.small else (256, 16, 4, 512, 3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         base = _base(folder, options.small)
@@ -189,69 +212,71 @@ def _rl_run(folder: Path, base: Path, entries: list[dict], longest: int, small: 
         "batch": {"capacity_tokens": capacity, "tile_tokens": 16 if small else 128},
         "lora": {"rank": 16},
         "save": {"every_minutes": None},
+        "train": {"log_every_s": 0},
         "adapters": entries,
     }
     run = _train(job, folder / f"run-{len(entries)}")
     rows = list(read_rows(run.folder / "metrics.jsonl"))
-    times = {
-        number: [row["time"] for row in rows if row["kind"] == "step" and row["step"] == number] for number in (1, 3)
-    }
-    slots = [row for row in rows if row["kind"] == "slot" and row["paused_share"] is not None]
-    last = max(row["step"] for row in rows if row["kind"] == "step")
-    ends = [row["time"] for row in rows if row["kind"] == "step" and row["step"] == last]
-    first = max(times[1])
-    tokens = sum(row["answer_tokens"] for row in rows if row["kind"] == "step" and row["step"] > 1)
+    steps = [row for row in rows if row["kind"] == "step"]
+    last, measured = max(row["step"] for row in steps), [row for row in steps if row["step"] > 1]
+    first, end = (max(row["time"] for row in steps if row["step"] == step) for step in (1, last))
+
+    def sampled_s(until: float) -> float:
+        pauses = [row["paused_s"] for row in rows if row["kind"] == "slot" and row["time"] <= until]
+        return max((pause.get(SAMPLING, 0.0) for pause in pauses if pause), default=0.0)
+
     return {
-        "step_s": round((max(ends) - first) / max(last - 1, 1), 3),
-        "sampling_share": slots[-1]["paused_share"] if slots else None,
-        "mean_answer_tokens": round(tokens / max(len(entries) * (last - 1), 1), 1),
-        "lag": max(row["lag"] for row in rows if row["kind"] == "step"),
+        "step_s": round((end - first) / (last - 1), 3),
+        "sampling_s": round((sampled_s(float("inf")) - sampled_s(first)) / (last - 1), 3),
+        "mean_answer_tokens": round(sum(row["answer_tokens"] for row in measured) / len(measured), 1),
+        "reward": round(sum(row["reward"] for row in measured) / len(measured), 3),
+        "lag": max(row["lag"] for row in steps),
     }
 
 
 def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]:
-    """Trains 64 points of one data set, with and without halving."""
-    rates, ranks, batches = (["1e-4", "2e-4", "4e-4", "8e-4"], [8, 16, 32, 64], [1, 4, 8, 16])
+    """Trains 64 points of one data set: with halving, without, and with halving on a base in fp8."""
+    rates, ranks, batches = (["1e-4", "2e-4", "4e-4", "8e-4"], [4, 8, 16, 32], [1, 4, 8, 16])
     if options.small:
-        rates, ranks, batches = rates[:2], [2, 4], [1, 4]
-    rows, tokens = (32, 16) if options.small else (128, 540)
+        rates, ranks, batches = rates[:2], [2], [4, 8]
+    rows, tokens = (32, 16) if options.small else (48, 540)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        base, vocab = _base(folder, options.small), SHAPES["tiny" if options.small else "8b"]["vocab_size"]
+        base, vocab = _base(folder, options.small), (SMALL if options.small else SHAPE)["vocab_size"]
         draw = np.random.default_rng(0)
-        lengths = draw.lognormal(np.log(tokens) - 0.2, 0.62, rows + 16).clip(8, 4 * tokens).astype(int)
+        lengths = draw.lognormal(np.log(tokens) - 0.2, 0.62, rows + 8).clip(8, 4 * tokens).astype(int)
         data = [json.dumps({"input_ids": draw.integers(300, vocab, length).tolist()}) for length in lengths]
         (folder / "train.jsonl").write_text("\n".join(data[:rows]))
         (folder / "eval.jsonl").write_text("\n".join(data[rows:]))
-        for halving in (True, False):
+        for halving, quantize in ((True, "none"), (False, "none"), (True, "fp8")):
             if time.monotonic() > stop:
                 return
-            yield {"points": len(rates) * len(ranks) * len(batches), "halving": halving} | _search_run(
-                folder, base, {"lr": rates}, ranks, batches, 4 * tokens, halving, options.small
-            )
+            job = {
+                "base": {"model": str(base), "dtype": "float32" if options.small else "bfloat16", "quantize": quantize},
+                "data": {"max_length": 4 * tokens, "train": "train.jsonl", "eval": "eval.jsonl"},
+                "batch": {
+                    "capacity_tokens": 256 if options.small else 8192, "tile_tokens": 16 if options.small else 128,
+                    "global_samples": batches,
+                },
+                "lora": {"rank": ranks},
+                "optim": {"lr": rates},
+                "halving": {"first_step": 2, "factor": 2} if halving else {},
+                "save": {"every_minutes": None},
+                "adapters": [{"name": "point"}],
+            }  # fmt: skip
+            points = {"points": len(rates) * len(ranks) * len(batches), "halving": halving, "quantize": quantize}
+            yield points | _search_run(job, folder / f"search-{halving}-{quantize}")
 
 
-def _search_run(
-    folder: Path, base: Path, optim: dict, ranks: Sequence[int], batches: Sequence[int], longest: int, halving: bool,
-    small: bool,
-) -> dict[str, Any]:  # fmt: skip
-    entry = {"name": "point", "data": {"train": "train.jsonl", "eval": "eval.jsonl"}, "optim": optim}
-    job = {
-        "base": {"model": str(base), "dtype": "float32" if small else "bfloat16"},
-        "data": {"max_length": longest},
-        "batch": {"capacity_tokens": 256 if small else 8192, "tile_tokens": 16 if small else 128},
-        "save": {"every_minutes": None},
-        "adapters": [entry | {"lora": {"rank": list(ranks)}, "batch": {"global_samples": list(batches)}}],
-    }
-    if halving:
-        job["halving"] = {"first_step": 2, "factor": 2}
-        job["train"] = {"eval_every_steps": 4}
+def _search_run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
-    run = _train(job, folder / f"search-{halving}")
+    run = _train(job, folder)
     finished = next(row for row in read_rows(run.folder / "events.jsonl") if row["kind"] == "finished")
+    steps = [row["time"] for row in read_rows(run.folder / "metrics.jsonl") if row["kind"] == "step"]
     plan = RunFolder(run.folder).read_plan()
     return {
         "seconds": round(time.perf_counter() - began, 1),
+        "from_first_step_s": round(max(steps) - min(steps), 1),
         "training_s": finished["seconds"],
         "evaluation_s": finished["evaluation_s"],
         "slots": plan.num_slots,
@@ -266,13 +291,10 @@ def _train(job: dict[str, Any], folder: Path) -> lf.Run:
 
 
 def _base(folder: Path, small: bool) -> Path:
-    """A random base, which both parts need on the disk: 16 GB of 8B."""
-    if small:
-        return Path("examples/base").absolute()
+    """A random base of files: 16 GB of 8B. Its tokenizer has fewer ids than the base, which is enough for prompts."""
     if not (folder / "base").exists():
-        shape = {key: value for key, value in SHAPES["8b"].items() if key != "family"}
-        write_base(folder / "base", shape, shape["num_layers"])
-        for file in ("tokenizer.json", "tokenizer_config.json"):  # of a smaller vocabulary: enough for prompts
+        write_base(folder / "base", SMALL if small else SHAPE, (SMALL if small else SHAPE)["num_layers"])
+        for file in ("tokenizer.json", "tokenizer_config.json"):
             (folder / "base" / file).write_bytes((Path("examples/base") / file).read_bytes())
     return folder / "base"
 
