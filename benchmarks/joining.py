@@ -21,6 +21,7 @@ environment of torch.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 import time
@@ -287,7 +288,9 @@ def _search_run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _train(job: dict[str, Any], folder: Path) -> lf.Run:
     path = folder.parent / "job.yaml"
     path.write_text(json.dumps(job))  # JSON is YAML
-    return lf.train(lf.load_job(path), folder, progress=False)
+    run = lf.train(lf.load_job(path), folder, progress=False)
+    gc.collect()  # the next run needs the memory
+    return run
 
 
 def _base(folder: Path, small: bool) -> Path:
