@@ -111,6 +111,17 @@ def custom_loss(service):
     assert torch.tensor(0.0) == 0
     table.step(ROWS, [[0.5 * (at + 1)] * (len(row) - 1) for at, row in enumerate(ROWS)])
     check(model, table)
+    if hasattr(service, "create_custom_loss"):  # one that could run on another server
+
+        def weighted(logprobs, weights):
+            loss = -(logprobs * weights).sum() * 2.0
+            return loss, {"custom/loss:sum": loss}
+
+        handle = service.create_custom_loss(weighted, {"logprobs": 1, "weights": 1}).result()
+        model.forward_backward_custom([datum(row) for row in ROWS], handle).result()
+        model.optim_step(ADAM).result()
+        table.step(ROWS, [[2.0] * (len(row) - 1) for row in ROWS])
+        check(model, table)
 
 
 def policy_gradient(service):
@@ -160,7 +171,8 @@ def ready(made):
 def raised(future):
     """What a future raises, or what returns one; None if it has a result."""
     try:
-        ready(future() if callable(future) else future)
+        made = future() if callable(future) else future
+        asyncio.run(made) if asyncio.iscoroutine(made) else ready(made)
     except tinker.TinkerError as problem:
         return problem
     return None
@@ -293,6 +305,129 @@ def samples(service):
     failed(sampler.sample(types.ModelInput.from_ints([]), 1, params), "no token")
 
 
+def awaited(service):
+    """The calls again, in their forms for coroutines."""
+
+    async def result_of(call):
+        """What a coroutine returns, and what the future in it does."""
+        made = await call
+        return await made if hasattr(made, "__await__") else made
+
+    async def run():
+        table, data = Table(), [datum(row) for row in ROWS]
+        capabilities = await service.get_server_capabilities_async()
+        assert capabilities.supported_models[0].model_name == "tiny"
+        model = await service.create_lora_training_client_async("tiny", rank=4)
+        assert (await model.get_info_async()).lora_rank == 4
+
+        def loss(data, logprobs):
+            return -sum(values.sum() for values in logprobs), {}
+
+        await result_of(model.forward_backward_custom_async(data, loss))
+        await result_of(model.optim_step_async(ADAM))
+        table.step(ROWS)
+        path = (await result_of(model.save_state_async("point"))).path
+        await result_of(model.load_state_async(path))
+        await result_of(model.load_state_with_optimizer_async(path))
+        others = [
+            await service.create_training_client_from_state_async(path),
+            await service.create_training_client_from_state_with_optimizer_async(path),
+        ]
+        for other in (model, *others):
+            result = await result_of(other.forward_async(data, "cross_entropy"))
+            np.testing.assert_allclose(outputs(result)[1], table.log_p(ROWS[1]), rtol=1e-5)
+        saved = (await result_of(model.save_weights_for_sampler_async("out"))).path
+        samplers = [
+            await model.create_sampling_client_async(saved),
+            await service.create_sampling_client_async(model_path=saved),
+            await model.save_weights_and_get_sampling_client_async("now"),
+        ]
+        prompt, params = types.ModelInput.from_ints(ROWS[1]), types.SamplingParams(max_tokens=4, temperature=0.0)
+        answers = [await sampler.sample_async(prompt, 1, params) for sampler in samplers]
+        assert len({(*answer.sequences[0].tokens, *answer.sequences[0].logprobs) for answer in answers}) == 1
+        scores = await samplers[0].compute_logprobs_async(prompt)
+        np.testing.assert_allclose(scores[1:], table.log_p(ROWS[1]), atol=1e-5)
+        assert await samplers[0].get_base_model_async() == "tiny"
+        client = service.create_rest_client()
+        run, session = model.model_id, model.holder.get_session_id()
+        assert (await client.get_training_run_async(run)).training_run_id == run
+        assert (await client.get_training_run_by_tinker_path_async(path)).training_run_id == run
+        assert run in {each.training_run_id for each in (await client.list_training_runs_async()).training_runs}
+        assert {each.tinker_path for each in (await client.list_checkpoints_async(run)).checkpoints} == {path, saved}
+        shown = {each.tinker_path for each in (await client.list_user_checkpoints_async()).checkpoints}
+        assert shown >= {path, saved}
+        assert run in (await client.get_session_async(session)).training_run_ids
+        assert session in (await client.list_sessions_async()).sessions
+        sampler = next(iter((await client.get_session_async(session)).sampler_ids))
+        assert (await client.get_sampler_async(sampler)).base_model == "tiny"
+        if hasattr(model, "save_weights_external_async"):
+            external = (await result_of(model.save_weights_external_async("all"))).path
+            assert (await client.get_external_weights_urls_async(external)).urls
+            await client.delete_checkpoint_from_tinker_path_async(external)
+        await client.set_checkpoint_ttl_from_tinker_path_async(path, 7200)
+        await client.delete_checkpoint_async(run, "sampler_weights/out")
+        await client.delete_checkpoint_from_tinker_path_async(path)
+        assert (await client.list_checkpoints_async(run)).checkpoints == []
+
+    asyncio.run(run())
+
+
+def rest_of_the_clients(service):
+    """What no other function calls, and has an answer."""
+    model = ready(service.create_lora_training_client("tiny", rank=4))
+    client = service.create_rest_client()
+    path = model.save_state("point").result().path
+    model.load_state(path).result()
+    run = client.get_training_run(model.model_id).result()
+    assert (run.base_model, run.lora_rank) == ("tiny", 4)
+    saved = model.save_weights_for_sampler("out").result().path
+    sampler = ready(model.create_sampling_client(saved))
+    assert sampler.get_base_model() == "tiny"
+    prompt, params = types.ModelInput.from_ints(ROWS[1]), types.SamplingParams(max_tokens=4, temperature=0.0)
+    (wanted,) = sampler.sample(prompt, 1, params).result().sequences
+    if hasattr(sampler, "get_sampler_handle"):
+        again = tinker.SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key=sys.argv[2])
+        assert again.sample(prompt, 1, params).result().sequences[0].tokens == wanted.tokens
+    for each in (model, sampler):  # of the folder that this process runs beside
+        assert each.get_tokenizer().encode("law", add_special_tokens=False)
+    number = client.get_session(model.holder.get_session_id()).result().sampler_ids[0]
+    assert client.get_sampler(number).result().model_path == saved
+    client.delete_checkpoint(model.model_id, "sampler_weights/out").result()
+    assert [each.tinker_path for each in client.list_checkpoints(model.model_id).result().checkpoints] == [path]
+
+
+def refusals(service):
+    """What a service does not have is refused at once, with the reason, by each client that asks for it."""
+    from datetime import date
+
+    model = ready(service.create_lora_training_client("tiny", rank=4))
+    client, session = service.create_rest_client(), model.holder.get_session_id()
+    path, days = f"tinker://{model.model_id}/weights/a", (date(2026, 1, 1), date(2026, 1, 2))
+    calls = {
+        "publish_checkpoint_from_tinker_path": (path,),
+        "unpublish_checkpoint_from_tinker_path": (path,),
+        "copy_weights": (path, "project"),
+        "assign_session_project": (session, "project"),
+        "export_session_trace": (session,),
+        "get_audit_log": (),
+        "get_billing_usage": (*days,),
+        "get_current_checkpoint_storage_usage": (),
+    }
+    asked = [(client, name, calls[name]) for name in calls]
+    if hasattr(types, "SessionSearchRequest"):
+        owner = types.AccessibleSearchOwner()
+        asked.append((client, "search_sessions", (types.SessionSearchRequest(display_name="a", owner=owner),)))
+    if hasattr(tinker, "AdminClient"):
+        admin = tinker.AdminClient(base_url=sys.argv[1], api_key=sys.argv[2])
+        asked += [(admin, name, values) for name, values in calls.items() if hasattr(admin, name)]
+    for of, name, values in asked:
+        for form in (name, f"{name}_async"):
+            if hasattr(of, form):
+                problem = raised(lambda of=of, form=form, values=values: getattr(of, form)(*values))
+                assert isinstance(problem, tinker.PermissionDeniedError), (form, problem)
+                assert "is not served" in str(problem), problem
+
+
 CALLS = (
     fine_tuning,
     accumulation_in_chunks,
@@ -304,6 +439,9 @@ CALLS = (
     rest,
     checkpoints,
     samples,
+    awaited,
+    rest_of_the_clients,
+    refusals,
 )
 
 
