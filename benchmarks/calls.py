@@ -3,15 +3,23 @@
     python -m benchmarks.calls --out results/calls --budget 200      # one GPU, Llama-3.1-8B's shape, random weights
     python -m benchmarks.calls --out /tmp/try --small                # in miniature on a CPU
 
-One session trains, in turn, 16 jobs, 16 clients with the same rows, and one client with 64 rows a call. Each client
-sends a call and a step, and the next of both before it reads the results. A row of `calls.jsonl` has the useful tokens
-per second of one way, after a step of each adapter that is not timed; one row has the time of a forward call of one
-short row on an idle session. What it does is printed with the seconds since its start.
+`calls`: one session trains, in turn, 16 jobs, 16 clients with the same rows, and one client with 64 rows a call. Each
+client sends a call and a step, and the next of both before it reads the results. A row of `calls.jsonl` has the useful
+tokens per second of one way, after a step of each adapter that is not timed; one row has the time of a forward call of
+one short row on an idle session.
+
+`share`: the jobs alone, 64 samples at a time alone, and both in turn as in a worker, each with half of the time. A
+sample that ends is followed by another. The row has the part of its own rate that each keeps.
+
+`idle`: 16 clients in a session that has 64 more places of rank 8, without and with a model in each that asks nothing.
+
+What it does is printed with the seconds since its start.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import statistics
 import sys
 import tempfile
@@ -19,13 +27,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.conditions import conditions
-from benchmarks.harness import write_within_budget
+from benchmarks.harness import add_row, command_line
 from benchmarks.random_job import SHAPE, SMALL
 from benchmarks.starting import write_base
 from benchmarks.workloads import sample_lengths
@@ -34,45 +44,169 @@ from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.generation.requests import Answer, Request
+from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.serve.worker.loop import WorkerLoop
+from lorafusion_jax.serve.worker.samples import Bank
 from lorafusion_jax.session import Places, Session, Task, WindowPlanner
 from lorafusion_jax.session.calls import ForwardBackward, OptimStep, Row
 from lorafusion_jax.session.stream import Stream
 
-STEPS, FORWARDS = 2, 20
+PARTS = ("calls", "share", "idle")
+STEPS, FORWARDS, IDLE = 2, 20, 64
 ADAPTERS, ROWS, ROWS_ALONE = 16, 12, 64  # rows of a step: more take minutes
 ALONE = "alone"
 BEGAN = time.monotonic()
 
 
 def main() -> int:
-    return write_within_budget("calls", __doc__ or "", 200.0, measure)
+    parser = command_line(__doc__)
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds; nothing new starts after them")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["calls"])
+    options = parser.parse_args()
+    stop = time.monotonic() + options.budget
+    for row in measure(options.small, options.parts):
+        add_row(options.out / "calls.jsonl", row)
+        if time.monotonic() > stop:
+            break
+    return 0
 
 
 def note(text: str) -> None:
     print(f"{time.monotonic() - BEGAN:.0f} s: {text}", file=sys.stderr, flush=True)
 
 
-def measure(small: bool) -> Iterator[dict[str, Any]]:
+def measure(small: bool, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
     prepare_machine()
     adapters, rows, rows_alone = (2, 6, 6) if small else (ADAPTERS, ROWS, ROWS_ALONE)
     with tempfile.TemporaryDirectory() as name:
         config = write_inputs(Path(name), small, adapters, rows, rows_alone)
         names = [adapter.name for adapter in config.adapters if adapter.name != ALONE]
+        rank = config.adapters[0].lora.rank
         note("the base and the rows are written")
-        places = Places.of({config.adapters[0].lora.rank: adapters}, dropout=False)
-        session = Session.open_places(
-            config.base, config.mesh, places, batch=config.batch, train=config.train, directory=name, row_targets=1
-        )
-        note("the session is open")
-        windows = WindowPlanner(session)
-        yield run_forwards(windows)
-        yield {"adapters": adapters, "rows": rows, **run_jobs(windows, config, names), **conditions()}
-        for loss in ("cross_entropy", "importance_sampling"):
-            yield {"clients": adapters, "rows": rows, "loss": loss, **run_clients(windows, config, names, rows, loss)}
-            one = run_clients(windows, config, [ALONE], rows_alone, loss)
-            yield {"clients": 1, "rows": rows_alone, "loss": loss, **one}
-        session.close()
+        if {"calls", "share"} & {*parts}:
+            with opened(config, {rank: adapters}) as windows:
+                if "calls" in parts:
+                    yield run_forwards(windows)
+                jobs = {"adapters": adapters, "rows": rows, **run_jobs(windows, config, names)}
+                yield jobs | conditions()
+                if "calls" in parts:
+                    yield from run_losses(windows, config, names, rows, rows_alone)
+                if "share" in parts:
+                    yield run_in_turn(windows, config, names, jobs["tokens_per_s"], small) | conditions()
+        if "idle" in parts:
+            count, idle_rank = (6, 2) if small else (IDLE, 8)
+            with opened(config, {rank: adapters, idle_rank: count}) as windows:
+                none = run_clients(windows, config, names, rows, "cross_entropy")
+                yield {"clients": adapters, "rows": rows, "idle": 0, "empty_places": count, **none, **conditions()}
+                for number in range(count):
+                    start_client(windows.session, f"idle-{number}", idle_rank)
+                beside = run_clients(windows, config, names, rows, "cross_entropy")
+                yield {
+                    "clients": adapters, "rows": rows, "idle": count, **beside,
+                    "of_none": beside["tokens_per_s"] / none["tokens_per_s"],
+                }  # fmt: skip
+
+
+@contextmanager
+def opened(config: JobConfig, places: dict[int, int]) -> Iterator[WindowPlanner]:
+    session = Session.open_places(
+        config.base, config.mesh, Places.of(places, dropout=False), batch=config.batch, train=config.train,
+        directory=config.directory, row_targets=1,
+    )  # fmt: skip
+    note(f"a session with places {places} is open")
+    yield WindowPlanner(session)
+    session.close()
+
+
+def run_losses(
+    windows: WindowPlanner, config: JobConfig, names: Sequence[str], rows: int, rows_alone: int
+) -> Iterator[dict[str, Any]]:
+    for loss in ("cross_entropy", "importance_sampling"):
+        together = run_clients(windows, config, names, rows, loss)
+        yield {"clients": len(names), "rows": rows, "loss": loss, **together}
+        yield {
+            "clients": 1,
+            "rows": rows_alone,
+            "loss": loss,
+            **run_clients(windows, config, [ALONE], rows_alone, loss),
+        }
+
+
+class KeptBusy:
+    """Samples of which as many run at all times. In the place of `WorkerLoop.samples`, which reads them from files.
+
+    Attributes:
+        busy: some wait.
+    """
+
+    def __init__(self, bank: Bank, adapters: int, rows: int, prompt: int, new: int):
+        self.busy, self._engine, self._draw = True, bank.engine, np.random.default_rng(0)
+        self._samplers = [bank.snapshot({}) for _ in range(adapters)]
+        self._shape, self._ended, self._asked = (prompt, new), 0, 0
+        self._answers = [self._submit() for _ in range(rows)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were sampled so far."""
+        return self._ended + sum(len(answer.tokens) for answer in self._answers)
+
+    def advance(self) -> None:
+        self._engine.step()
+        for at, answer in enumerate(self._answers):
+            if answer.end is not None:
+                assert answer.error is None, answer.error
+                self._ended += len(answer.tokens)
+                self._answers[at] = self._submit()
+
+    def wait(self) -> None:
+        self._engine.wait()
+
+    def start(self) -> None:
+        """Lets three times as many end as run at a time: their prompts, of one to all rows, compile what is needed."""
+        while self._asked < 4 * len(self._answers):
+            self.advance()
+
+    def run(self, seconds: float) -> float:
+        """Returns the tokens per second of nothing else."""
+        self.wait()
+        began, before = time.perf_counter(), self.tokens
+        while time.perf_counter() - began < seconds:
+            self.advance()
+        return (self.tokens - before) / (time.perf_counter() - began)
+
+    def _submit(self) -> Answer:
+        prompt, new = self._shape
+        self._asked += 1
+        length = int(self._draw.integers(new // 4, 2 * new - new // 4 + 1))
+        tokens = self._draw.integers(1, self._engine.model.vocab_size, prompt).tolist()
+        sampler = self._samplers[self._asked % len(self._samplers)]
+        return self._engine.submit(Request(tokens=tokens, sampler=sampler, sampling=Sampling(max_tokens=length)))
+
+
+def run_in_turn(
+    windows: WindowPlanner, config: JobConfig, names: Sequence[str], jobs_alone: float, small: bool
+) -> dict[str, Any]:
+    """The jobs again, while samples have half of the time."""
+    rows, prompt, new, seconds = (4, 8, 8, 2.0) if small else (64, 256, 128, 8.0)
+    samples = KeptBusy(Bank(windows.session, len(names)), len(names), rows, prompt, new)
+    note("the first samples run")
+    samples.start()
+    note("samples are timed")
+    samples_alone = max(samples.run(seconds) for _ in range(2))  # a program of another size may compile in one
+    link: Any = SimpleNamespace(commands=queue.Queue(), refused="", emit=lambda *_, **more: None)
+    turns: Any = WorkerLoop(windows.session, windows, link, {}, save_s=1e9, sampling_share=0.5)
+    turns.samples.close()
+    turns.samples = samples
+    row = run_jobs(windows, config, names, turn=turns.run_in_turn, count=lambda: samples.tokens)
+    jobs, sampled = row["tokens_per_s"], row["counted"] / row["seconds"]
+    return {
+        "sampling_share": 0.5, "adapters": len(names), "samples": rows, "seconds": row["seconds"],
+        "jobs_tokens_per_s": jobs, "of_jobs_alone": jobs / jobs_alone, "sampled_per_s": sampled,
+        "samples_alone_per_s": samples_alone, "of_samples_alone": sampled / samples_alone,
+    }  # fmt: skip
 
 
 def write_inputs(folder: Path, small: bool, adapters: int, rows: int, rows_alone: int) -> JobConfig:
@@ -95,21 +229,31 @@ def write_inputs(folder: Path, small: bool, adapters: int, rows: int, rows_alone
     return parse_config(source_of(job))
 
 
-def run_jobs(windows: WindowPlanner, config: JobConfig, names: Sequence[str]) -> dict[str, Any]:
+def run_jobs(
+    windows: WindowPlanner, config: JobConfig, names: Sequence[str], *, turn: Callable[[], bool] | None = None,
+    count: Callable[[], int] = lambda: 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Rate of the jobs, and what `count` counts meanwhile.
+
+    Args:
+        turn: runs a window, or something else; it returns whether it had anything to run.
+    """
     session, tasks = windows.session, []
     for number, name in enumerate(names):
         job = select_adapters(config, [name])
         tasks.append(Task.of(job, prepare(job)))
         session.start(number, tasks[-1])
     note("jobs begin")
-    until(windows, lambda: all(task.step >= 1 for task in tasks))
+    until(windows, lambda: all(task.step >= 1 for task in tasks), turn)
     note("jobs are timed")
-    first, began = sum(map(tokens_left, tasks)), time.perf_counter()
-    until(windows, lambda: all(task.status == "done" for task in tasks))
-    seconds = time.perf_counter() - began
+    first, before, began = sum(map(tokens_left, tasks)), count(), time.perf_counter()
+    until(windows, lambda: all(task.status == "done" for task in tasks), turn)
+    seconds, counted = time.perf_counter() - began, count() - before
     for task in tasks:
         session.forget(task.name)
-    return {"tokens": first, "seconds": seconds, "tokens_per_s": first / seconds}
+    return {"tokens": first, "seconds": seconds, "tokens_per_s": first / seconds} | (
+        {"counted": counted} if turn else {}
+    )
 
 
 def tokens_left(task: Task) -> int:
@@ -188,11 +332,14 @@ def run_all(windows: WindowPlanner, futures: list[Future[Any]]) -> None:
         future.result()
 
 
-def until(windows: WindowPlanner, is_done: Callable[[], bool]) -> None:
-    while not is_done():
+def until(windows: WindowPlanner, is_done: Callable[[], bool], turn: Callable[[], bool] | None = None) -> None:
+    def run_window() -> bool:
         window = windows.plan(48)
         windows.run(window, pause=is_done)
-        if not window.slots and not windows.has_calls:
+        return bool(window.slots)
+
+    while not is_done():
+        if not (turn or run_window)() and not windows.has_calls:
             windows.session.drain()
 
 

@@ -1,6 +1,6 @@
 """How fast are texts of 16 adapters in continuous batches, beside transformers with PEFT and the bound of memory?
 
-    python -m benchmarks.generate --out DIR [--budget 150] [--small]
+    python -m benchmarks.generate --out DIR [--budget 150] [--small] [--parts runs fp8 …]
 
 Qwen3-8B's shape with random weights in bfloat16; 16 adapters of rank 16 on all projections, greedy. 64 and 256 rows:
 twice as many prompts of 256 tokens, with answers of 128 to 896 tokens (512 on average), so that rows end and others
@@ -9,7 +9,9 @@ adapter after another with four prompts each (three adapters are timed, and all 
 batches of transformers have one adapter. Bytes of a pass
 are those of the base's projections and head, of all A and B, and of the filled cache; the bound is their time at the
 bandwidth that a plain read reaches here. A pass is timed while all rows run and none starts; the bound of a whole run
-sums that of its passes, without prompts. Rows are also written to DIR/generate.jsonl.
+sums that of its passes, without prompts. Rows are also written to DIR/generate.jsonl. Parts: `runs` of both sizes,
+`passes` of both sizes and the copy of an adapter to a sampler, `fp8`: passes with a base of fp8 beside those of
+bfloat16, `peers`, and `variants` of passes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.conditions import conditions
-from benchmarks.harness import write_within_budget
+from benchmarks.harness import add_row, command_line
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.generation import packing, passes, row_adapters
@@ -60,16 +62,27 @@ SMALL = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
     "head_dim": 16, "max_positions": 512,
 }  # fmt: skip
+PARTS = ("runs", "passes", "fp8", "peers", "variants")
 ADAPTERS, RANK, EACH, PROMPT, NEW = 16, 16, 4, 256, 512
 PEFT_NEW, STEPS = 64, 8
 PEFT_ADAPTERS = 3  # that are timed one after another
 
 
 def main() -> int:
-    return write_within_budget("generate", __doc__ or "", 150, _rows)
+    parser = command_line(__doc__)
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds; nothing new starts after them")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    options = parser.parse_args()
+    stop = time.monotonic() + options.budget
+    for row in _rows(options.small, options.parts):
+        add_row(options.out / "generate.jsonl", row)
+        if time.monotonic() > stop:
+            break
+    return 0
 
 
-def _rows(small: bool) -> Iterator[dict[str, Any]]:
+def _rows(small: bool, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
     yield {"section": "conditions", **conditions()}
     yield _check()
     shape = SMALL if small else SHAPE
@@ -78,27 +91,36 @@ def _rows(small: bool) -> Iterator[dict[str, Any]]:
     bandwidth = _read_bandwidth(2**24 if small else 2**32)
     yield {"section": "read", "gb_per_s": bandwidth / 1e9}
     stage = random_stage(config, adapters, jnp.bfloat16)
-    few, many = (8, 16) if small else (64, 256)
-    rates = [0.0]
-    for rows in (many, few):
-        for row in _guarded(
-            f"{rows} rows", _our_rows(stage, _requests(config, rows, adapters, prompt, new), rows, bandwidth)
-        ):
+    sizes = few, many = (8, 16) if small else (64, 256)
+    filled, rates, pass_ms = prompt + new // 2, [0.0], dict[int, float]()
+    for rows in (many, few) if "runs" in parts else ():
+        requests = _requests(config, rows, adapters, prompt, new)
+        for row in _guarded(f"{rows} rows", _our_rows(stage, requests, rows, bandwidth)):
             rates.append(row.get("tokens_per_s", 0.0))
             yield row
-    for rows in (few, many):
-        yield from _guarded("as it is", _pass_rows(stage, "as it is", rows, prompt + new // 2, bandwidth))
-    draw = np.random.default_rng(0)
-    prompts = draw.integers(1, config.vocab_size, (adapters, EACH, prompt)).tolist()
-    yield from _peft_rows(config, prompts, 4 if small else PEFT_NEW, 4 if small else new, few, max(rates))
-    _PROGRAMS.clear()
-    stage = random_stage(config, adapters, jnp.bfloat16, "fp8")
-    for rows in (few, many):
-        yield from _guarded("fp8", _pass_rows(stage, "fp8", rows, prompt + new // 2, bandwidth))
-    _PROGRAMS.clear()
-    stage = random_stage(config, adapters, jnp.bfloat16)
-    for variant in VARIANTS:
-        yield from _guarded(variant, _pass_rows(stage, variant, few, prompt + new // 2, bandwidth))
+    for rows in sizes if {"passes", "fp8"} & {*parts} else ():
+        for row in _guarded("as it is", _pass_rows(stage, "as it is", rows, filled, bandwidth)):
+            pass_ms |= {rows: row["pass_ms"]} if row["section"] == "pass" else {}
+            yield row
+    if "passes" in parts:
+        yield from _guarded("snapshot", _snapshot_rows(stage))
+    if "fp8" in parts:
+        _PROGRAMS.clear()
+        del stage
+        stage = random_stage(config, adapters, jnp.bfloat16, "fp8")
+        for rows in sizes:
+            for row in _guarded("fp8", _pass_rows(stage, "fp8", rows, filled, bandwidth)):
+                speed = {"over_bf16": pass_ms[rows] / row["pass_ms"]} if row["section"] == "pass" else {}
+                yield row | speed
+    if "peers" in parts:
+        draw = np.random.default_rng(0)
+        prompts = draw.integers(1, config.vocab_size, (adapters, EACH, prompt)).tolist()
+        yield from _peft_rows(config, prompts, 4 if small else PEFT_NEW, 4 if small else new, few, max(rates))
+    if "variants" in parts:
+        _PROGRAMS.clear()
+        stage = random_stage(config, adapters, jnp.bfloat16)
+        for variant in VARIANTS:
+            yield from _guarded(variant, _pass_rows(stage, variant, few, filled, bandwidth))
 
 
 def _guarded(name: str, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -242,6 +264,18 @@ def _pass_rows(stage: Stage, variant: str, rows: int, filled: int, bandwidth: fl
         yield from _kernel_rows(variant, rows, lambda: (engine.step(), engine.wait()))
     finally:
         setattr(module, name, before)
+
+
+def _snapshot_rows(stage: Stage) -> Iterator[dict[str, Any]]:
+    """Times the copy of an adapter's weights to a sampler, which says whether they are finite."""
+    engine, samplers = _engine(stage, 8, BLOCK)
+    times = []
+    for _ in range(5):
+        engine.drop(samplers.pop())
+        began = time.perf_counter()
+        samplers.append(engine.snapshot(0))
+        times.append(time.perf_counter() - began)
+    yield {"section": "snapshot", "rank": RANK, "snapshot_ms": 1e3 * float(np.median(times))}
 
 
 def _kernel_rows(variant: str, rows: int, run: Callable[[], Any]) -> Iterator[dict[str, Any]]:

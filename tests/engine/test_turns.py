@@ -119,10 +119,10 @@ def test_samples_have_their_share_of_the_time_while_slots_wait(monkeypatch, shar
     worker.samples = samples  # type: ignore
     worker._owed_s, worker._per_slot = 0.0, share / (1 - share)
     for _ in range(1000):
-        worker._run_in_turn()
+        worker.run_in_turn()
     assert spent["samples"] / sum(spent.values()) == pytest.approx(share, abs=0.02)
     samples.busy, before = False, spent["slots"]
     worker._owed_s = 0.0
     for _ in range(10):
-        worker._run_in_turn()
+        worker.run_in_turn()
     assert spent["slots"] - before == pytest.approx(4.5)  # whoever is alone has all of it

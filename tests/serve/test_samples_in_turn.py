@@ -43,9 +43,9 @@ def test_samples_have_their_share_of_the_device(monkeypatch, share, slot_s):
     turns._windows = SimpleNamespace(plan=lambda _: SimpleNamespace(slots=[1]), run=device.run)  # type: ignore[assignment]
     turns._owed_s, turns._per_slot = 0.0, share / (1 - share)
     for _ in range(4000):
-        turns._run_in_turn()
+        turns.run_in_turn()
     spent = device.calls * device.passes_s, device.slots * device.slot_s
     assert spent[0] / sum(spent) == pytest.approx(share, abs=0.01)
     device.busy = False
-    turns._run_in_turn()
+    turns.run_in_turn()
     assert turns._owed_s == 0  # nothing, while nobody asks

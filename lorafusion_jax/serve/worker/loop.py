@@ -92,7 +92,7 @@ class WorkerLoop:
             self._start_loaded()
             self.models.advance()
             self._announce()
-            has_slots = self._run_in_turn()
+            has_slots = self.run_in_turn()
             if not has_slots and not self._windows.has_calls:
                 self._session.drain()
             self._end_finished()
@@ -108,7 +108,7 @@ class WorkerLoop:
             pool.shutdown(wait=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def _run_in_turn(self) -> bool:
+    def run_in_turn(self) -> bool:
         """Runs a window, or some passes of samples if these have had less than their share. Returns whether it is one.
 
         While samples wait, a window is a slot.
