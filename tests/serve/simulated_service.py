@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from campaigns.service_process import wait_for
 from simulated_worker import SimulatedLauncher
 from sqlalchemy import select
 
@@ -82,10 +81,3 @@ class Service:
     def close(self) -> None:
         self.controller.close()
         self.db.close()
-
-
-def wait_for(there: Callable[[], bool]) -> None:
-    until = time.monotonic() + 120
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.02)

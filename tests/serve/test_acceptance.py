@@ -107,9 +107,8 @@ class Remote:
 
 
 @pytest.mark.nightly
-def test_calls_in_flight_end_as_if_nothing_had_happened(quick_compiles, tiny_base, tmp_path, monkeypatch):
+def test_calls_in_flight_end_as_if_nothing_had_happened(quick_compiles, tiny_base, tmp_path):
     """The worker is killed in the middle of twelve, then worker and server. Every result is that of a calm model."""
-    monkeypatch.setattr(Model, "patience_s", PATIENCE_S)
     rows = [[1, 2, 3, 4, 5], [3, 1, 4, 1, 5, 9, 2, 6], [7, 8]]
     with served(tmp_path / "home", tiny_base, "--training-api") as server:
 

@@ -9,6 +9,7 @@ import shutil
 import time
 
 import pytest
+from campaigns.service_process import PATIENCE_S
 from local_service import Running
 from test_api import login, raw, refused
 
@@ -142,7 +143,7 @@ def test_a_stream_ends_with_what_opened_it(start_service, tmp_path, tiny_base, m
                 k.revoke_key(connection_, name_of(running.keys["ana"]))
             else:
                 k.add_key(connection_, "ana")
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         with running.db.write() as connection_:
             running.db.add_event(connection_, "news", "ana", None, {})

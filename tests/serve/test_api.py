@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from campaigns.service_process import PATIENCE_S
 from sqlalchemy import select
 
 import lorafusion_jax.serve
@@ -60,7 +61,7 @@ def login(running, key: str, **headers: str) -> str:
 
 
 def wait_state(client: Client, job: str, *states: str) -> dict:
-    until = time.monotonic() + 240
+    until = time.monotonic() + PATIENCE_S
     while (shown := client.job(job).show())["state"] not in states:
         assert time.monotonic() < until, shown
         assert shown["state"] != "rejected", shown["problems"]
@@ -326,7 +327,7 @@ def test_keys_say_when_they_were_last_used(running, monkeypatch):
     monkeypatch.setattr("lorafusion_jax.serve.control.controller.WRITE_S", 0.0)
     ids = {name: running.client(name).request("GET", "/v1/me")["key"] for name in ("ana", "admin")}
     assert raw(running.url, "GET", "/v1/me", x_api_key=running.keys["ben"][:-1] + "_")[0] == 401
-    admin, until, used = running.client("admin"), time.monotonic() + 60, dict[str, float | None]()
+    admin, until, used = running.client("admin"), time.monotonic() + PATIENCE_S, dict[str, float | None]()
     while not all(used.get(name) for name in ids.values()):
         assert time.monotonic() < until
         time.sleep(0.02)

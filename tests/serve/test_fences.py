@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
+from campaigns.service_process import wait_for
 from sqlalchemy import select
 
 from lorafusion_jax.digests import write_digests
@@ -55,13 +55,6 @@ def running_job(db, jobs: Jobs) -> str:
 def state_of(db, jobs: Jobs, job: str) -> dict:
     with db.read() as connection:
         return jobs.get(connection, job)
-
-
-def wait_for(there) -> None:
-    until = time.monotonic() + 60
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_a_worker_of_an_earlier_epoch_is_told_to_end(service):

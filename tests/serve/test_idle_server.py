@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from campaigns.service_process import wait_for
 
 ABSENT = ("jaxlib", "pyarrow", "ray")  # libraries of workers and checks, which take seconds and most of the memory
 MOST_MB, MOST_CPU_S = 150, 6.0  # 2 s on a core of its own; slower and shared ones count more
@@ -41,11 +42,8 @@ def test_an_idle_server_is_small_and_starts_quickly(tmp_path, tiny_base):
     arguments = ["--home", str(home), "--base", f"tiny={tiny_base}", "--policy", "packing", "--port", "0"]
     server = subprocess.Popen([sys.executable, "-m", "lorafusion_jax", "serve", *arguments], stdout=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 120
-        while not (home / "address").exists():
-            assert server.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_for(lambda: (home / "address").exists() or server.poll() is not None)
+        assert server.poll() is None
         started_s = cpu_seconds(server.pid)
         time.sleep(1.0)  # ten rounds of the controller
         assert resident_mb(server.pid) <= MOST_MB

@@ -9,6 +9,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from campaigns.service_process import PATIENCE_S
 
 from lorafusion_jax.serve.client import Client
 
@@ -86,7 +87,7 @@ def task(name: str, kind: str, data: str, adapter: str, **more: Any) -> dict[str
 
 
 def wait_for_state(client: CommandLine, server: Any, name: str, *states: str) -> dict[str, Any]:
-    until = time.monotonic() + 120
+    until = time.monotonic() + PATIENCE_S
     while True:
         jobs = [job for job in Client(server.url).request("GET", "/v1/jobs")["items"] if job["name"] == name]
         if jobs and jobs[0]["state"] in states:

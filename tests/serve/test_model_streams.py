@@ -6,13 +6,13 @@ import hashlib
 import json
 import re
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from campaigns.service_process import wait_for
 from live_sessions import open_session
 from small_jobs import two_adapters, write_job, write_rows
 from training_service import Model as Client
@@ -73,16 +73,16 @@ class Worker:
             self.models.execute({"command": "request", "job": job, "epoch": epoch} | request)
 
     def run(self, there: Any) -> None:
-        until = time.monotonic() + 60
-        while not there():
-            assert time.monotonic() < until, [(kind, data.get("seq")) for kind, data in self.events]
+        def turn() -> bool:
             window = self._planner.plan(8)
             self._planner.run(window)
             if not window.slots and not self._planner.has_calls:
                 self._session.drain()
             self.models.advance()
             self.samples.advance()
-            time.sleep(0.001)
+            return there()
+
+        wait_for(turn, 0.001)
 
     def answers(self, count: int) -> list[dict[str, Any]]:
         self.run(lambda: len(self.of("answered")) >= count)

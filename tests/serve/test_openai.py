@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from bigram_worker import BigramProcess
+from campaigns.service_process import wait_for
 from pydantic import ValidationError
 from training_service import TrainingService
 
@@ -170,10 +171,7 @@ def test_a_client_that_leaves_ends_its_completion(service):
     answer = urllib.request.urlopen(urllib.request.Request(f"{service.url}/v1/completions", body, headers), timeout=60)
     future = json.loads(answer.readline().removeprefix(b"data: "))["id"].removeprefix("cmpl-")
     answer.close()
-    until = time.monotonic() + 30
-    while future not in BigramProcess.cancelled:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: future in BigramProcess.cancelled)
 
 
 def test_without_a_worker_it_says_so(start_service, tmp_path, tiny_base):

@@ -8,12 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 
 import pytest
 from campaigns.node_kills import Nodes
-from campaigns.service_process import Server, specs
+from campaigns.service_process import PATIENCE_S, Server, specs, wait_for
 from campaigns.service_trials import faults_of
 from safetensors.numpy import load_file
 from small_jobs import write_rows
@@ -26,8 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
 ]
-
-PATIENCE_S = 600
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +41,6 @@ def cluster():
     ray.shutdown()
     made.shutdown()
     environment.undo()
-
-
-def wait_for(there) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.1)
 
 
 def serve(home, base, address):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
+from campaigns.service_process import wait_for
 
 from lorafusion_jax.serve.control import ray_launcher, ray_process
 from lorafusion_jax.serve.control.ray_launcher import RayLauncher
@@ -57,10 +57,7 @@ def test_a_cluster_that_is_lost_is_told_and_found_again(launch, tmp_path):
     with pytest.raises(ConnectionError, match="cannot be reached"):
         launcher.start({"group": "g0", "epoch": 2, "gpus": []}, tmp_path / "log.txt")
     gone.unlink()
-    until = time.monotonic() + 60
-    while launcher.problem:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: not launcher.problem)
     assert launcher.find("g0", 1, None) is not None
 
 

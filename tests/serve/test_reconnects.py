@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from campaigns.service_process import PATIENCE_S, wait_for
 from sqlalchemy import event as sql_event
 from sqlalchemy import select
 
@@ -117,13 +118,6 @@ def bench(tmp_path, monkeypatch):
     made.db.close()
 
 
-def wait_for(there) -> None:
-    until = time.monotonic() + 60
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def adapter(folder: Path) -> str:
     folder.mkdir(parents=True)
     (folder / "adapter_model.safetensors").write_bytes(b"weights")
@@ -200,7 +194,7 @@ def test_a_worker_that_connects_while_a_server_starts_gets_jobs(bench, monkeypat
     job, link = bench.job("queued"), bench.connect()
     bench.serve().start()
     wait_for(lambda: bench.show(job)["state"] == "starting")
-    assert link.commands.get(timeout=60)["command"] == "start"
+    assert link.commands.get(timeout=PATIENCE_S)["command"] == "start"
 
 
 @pytest.mark.parametrize("state", ["running", "starting"])
@@ -232,7 +226,7 @@ def test_a_place_is_free_once_its_job_has_left(bench):
     link = bench.connect(lambda: held)
     other = bench.job("queued", priority=9)
     bench.serve().start()
-    assert link.commands.get(timeout=60)["command"] == "stop"
+    assert link.commands.get(timeout=PATIENCE_S)["command"] == "stop"
     assert bench.show(other)["place"] is None
     link.emit("stopped", job=leaving, epoch=1, step=0, path=None)
     wait_for(lambda: bench.show(other)["place"] == 0)

@@ -17,6 +17,7 @@ import local_service
 import psutil
 import pyarrow as pa
 import pytest
+from campaigns.service_process import PATIENCE_S, wait_for
 from pyarrow import parquet
 from sqlalchemy import select
 from test_api import raw, refused
@@ -240,10 +241,7 @@ def test_a_child_has_limits_and_dies_with_its_parent(tmp_path):
             assert score.read().strip() == "1000"
         parent.kill()
         parent.wait()
-        until = time.monotonic() + 20
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_data_that_takes_too_much_memory_ends_its_request_alone(tmp_path):
@@ -469,10 +467,7 @@ def test_the_hub_goes_on_when_descriptors_and_threads_are_exhausted(tmp_path, mo
     monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
     hub.start()
     link = Link(hub.address, "g0", 1, 0.2, list)
-    until = time.monotonic() + 20
-    while "g0" not in hub.connections:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_for(lambda: "g0" in hub.connections)
     assert not failures
     assert not refusals
     link.close(0)
@@ -493,7 +488,7 @@ def test_strangers_at_the_port_of_the_workers_hold_few_threads_and_no_worker(tmp
             with suppress(OSError):  # closed by now
                 stranger.sendall(b"\0\1\0\0{")
         link = Link(hub.address, "g0", 1, 0.2, list, hub.secret)
-        until = time.monotonic() + 20
+        until = time.monotonic() + PATIENCE_S
         while "g0" not in hub.connections or threading.active_count() > before + 5:
             assert time.monotonic() < until
             for stranger in strangers:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import zstandard
 from bigram_worker import WORDS, BigramProcess, Bigrams
+from campaigns.service_process import wait_for
 from training_service import ADAM, Model, TrainingService
 
 from lorafusion_jax.serve.store.keys import Limits, add_key
@@ -489,13 +490,6 @@ def test_datums_are_read_as_they_were_written():
 def state_of(service: TrainingService, model: Model) -> str:
     with service.db.read() as connection:
         return service.service.jobs.get(connection, log.find_model(connection, model.id, None)["job"])["state"]
-
-
-def wait_for(there) -> None:
-    until = time.monotonic() + 30
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_checkpoints_start_models_and_belong_to_their_owner(model, service):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from campaigns.service_process import wait_for
 
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.serve.worker import loading, loop
@@ -151,13 +152,6 @@ def worker(tmp_path, monkeypatch):
     running.stop.set()
     thread.join(120)
     assert not thread.is_alive()
-
-
-def wait_for(there) -> None:
-    until = time.monotonic() + 60
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("why", [FULL, READ_ONLY], ids=["full", "read-only"])

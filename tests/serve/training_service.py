@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import uvicorn
 from bigram_worker import BigramLauncher
+from campaigns.service_process import PATIENCE_S
 
 from lorafusion_jax.serve.api.access import Service
 from lorafusion_jax.serve.api.connections import server_config
@@ -76,7 +77,7 @@ class TrainingService:
             f"{self.url}/api/v1{path}", sent, kinds | {"X-API-Key": self.keys[owner]} | (headers or {}), method=method
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 status, content, kind = answer.status, answer.read(), answer.headers.get("content-type", "")
         except urllib.error.HTTPError as problem:
             status, content, kind = problem.code, problem.read(), problem.headers.get("content-type", "")
@@ -85,8 +86,6 @@ class TrainingService:
 
 class Model:
     """A client of one model, by HTTP alone."""
-
-    patience_s = 60.0  # for a result
 
     def __init__(self, service: Any, *, owner: str = "ana", rank: int = 4, session: str = "", seq: int = 0):
         self.service, self.owner, self.seq = service, owner, 0
@@ -145,7 +144,7 @@ class Model:
         return self.read(future["request_id"])
 
     def read(self, future: str) -> Any:
-        until = time.monotonic() + self.patience_s
+        until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             status, answer = self.ask("/retrieve_future", {"request_id": future})
             assert status == 200, answer
