@@ -68,12 +68,36 @@ def test_draws_have_the_probabilities_that_their_settings_say(settings):
     drawn = choose(np.tile(z, (count, 1)), choices(count, seeds, **settings), np.zeros(count, np.int32), mode=mode)
     tempered = z / settings.get("temperature", 1.0)
     kept = kept_by_definition(tempered, *(settings.get(*pair) for pair in (("top_k", 0), ("top_p", 1), ("min_p", 0))))
-    p = np.where([token in kept for token in range(6)], np.exp(tempered), 0)
-    wanted = count * p / p.sum()
-    counts = np.bincount(np.asarray(drawn), minlength=6)
+    assert_drawn(drawn, np.where([token in kept for token in range(6)], np.exp(tempered), 0))
+
+
+def assert_drawn(tokens, weights: np.ndarray) -> None:
+    """Tokens have the probabilities of their weights."""
+    counts, wanted = np.bincount(np.asarray(tokens), minlength=6), len(tokens) * weights / weights.sum()
     assert not counts[wanted == 0].any()
     square = (((counts - wanted) ** 2)[wanted > 0] / wanted[wanted > 0]).sum()
-    assert square < stats.chi2.ppf(0.999, len(kept) - 1) or len(kept) == 1
+    assert square < stats.chi2.ppf(0.999, np.count_nonzero(weights) - 1) or np.count_nonzero(weights) == 1
+
+
+def test_draws_have_the_probabilities_of_edited_logits():
+    """4000 of each: a penalty of repetition, a bias, and tokens that are allowed."""
+    count, p = 4000, np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04], np.float32)
+    setting = np.repeat(np.arange(3), count)
+    seen = jax.jit(seen_tokens, static_argnums=1)(np.where(setting == 0, 1, -1).astype(np.int32)[:, None], 6)
+    allowed = np.where((setting == 2)[:, None], np.array([[0, 3, 4]], np.int32), -1)
+    biased = np.where(setting == 1, 5, -1).astype(np.int32)[:, None]
+    edits = Edits(
+        np.where(setting == 0, 1.5, 1).astype(np.float32), seen, setting == 2, allowed, biased,
+        np.full((3 * count, 1), 2, np.float32),
+    )  # fmt: skip
+    z = jax.jit(edit)(np.tile(np.log(p), (3 * count, 1)), edits)
+    seeds = np.arange(3 * count, dtype=np.uint64)
+    drawn = choose(z, choices(3 * count, seeds), np.zeros(3 * count, np.int32), mode="sampled")
+    lower = np.where(np.arange(6) == 1, p**1.5, p)  # logits below 0 are multiplied by the penalty
+    higher = np.where(np.arange(6) == 5, p * np.exp(2), p)
+    few = np.where(np.isin(np.arange(6), [0, 3, 4]), p, 0)
+    for number, weights in enumerate((lower, higher, few)):
+        assert_drawn(drawn[setting == number], weights)
 
 
 def test_draws_change_with_the_seed_and_with_the_number_of_the_token():
