@@ -9,7 +9,8 @@ tokens per second of one way, after a step of each adapter that is not timed; on
 one short row on an idle session.
 
 `share`: the jobs alone, 64 samples at a time alone, and both in turn as in a worker, each with half of the time. A
-sample that ends is followed by another. The row has the part of its own rate that each keeps.
+sample that ends is followed by another. A row has the part of its own rate that each keeps, and another how far log p
+of 16 samples is from that of a forward call on them, largest and median.
 
 `idle`: 16 clients in a session that has 64 more places of rank 8, without and with a model in each that asks nothing.
 
@@ -88,14 +89,15 @@ def measure(small: bool, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
         note("the base and the rows are written")
         if {"calls", "share"} & {*parts}:
             with opened(config, {rank: adapters}) as windows:
-                if "calls" in parts:
-                    yield run_forwards(windows)
+                yield run_forwards(windows)
                 jobs = {"adapters": adapters, "rows": rows, **run_jobs(windows, config, names)}
                 yield jobs | conditions()
                 if "calls" in parts:
                     yield from run_losses(windows, config, names, rows, rows_alone)
                 if "share" in parts:
-                    yield run_in_turn(windows, config, names, jobs["tokens_per_s"], small) | conditions()
+                    bank = Bank(windows.session, len(names))
+                    yield compare_samples(windows, bank, *((8, 8) if small else (256, 64)))
+                    yield run_in_turn(windows, bank, config, names, jobs["tokens_per_s"], small) | conditions()
         if "idle" in parts:
             count, idle_rank = (6, 2) if small else (IDLE, 8)
             with opened(config, {rank: adapters, idle_rank: count}) as windows:
@@ -186,12 +188,37 @@ class KeptBusy:
         return self._engine.submit(Request(tokens=tokens, sampler=sampler, sampling=Sampling(max_tokens=length)))
 
 
+def compare_samples(windows: WindowPlanner, bank: Bank, prompt: int, new: int) -> dict[str, Any]:
+    """Log p of samples of the base beside that of a forward call of an adapter that is not trained yet."""
+    note("samples are compared with a forward call")
+    engine, draw = bank.engine, np.random.default_rng(1)
+    answers = []
+    for seed in range(16):
+        tokens = draw.integers(1, engine.model.vocab_size, prompt).tolist()
+        sampling = Sampling(max_tokens=new, temperature=1.0, seed=seed, stop_tokens=())
+        answers.append((tokens, engine.submit(Request(tokens=tokens, sampling=sampling))))
+    while engine.busy:
+        engine.step()
+    stream, rows = start_client(windows.session, "compared", windows.session.places.ranks[0]), []
+    for tokens, answer in answers:
+        whole = np.array([*tokens, *answer.tokens])
+        rows.append(Row(tokens=whole[:-1], inputs={"target_tokens": whole[1:]}))
+    future = stream.submit(ForwardBackward(rows=rows, forward_only=True))
+    run_all(windows, [future])
+    windows.session.forget("compared")
+    gaps = np.concatenate([
+        np.abs(output["logprobs"][prompt - 1 :] - np.array(answer.logprobs))
+        for (_, answer), output in zip(answers, future.result().outputs, strict=True)
+    ])  # fmt: skip
+    return {"compared_tokens": len(gaps), "gap_median": float(np.median(gaps)), "gap_max": float(gaps.max())}
+
+
 def run_in_turn(
-    windows: WindowPlanner, config: JobConfig, names: Sequence[str], jobs_alone: float, small: bool
+    windows: WindowPlanner, bank: Bank, config: JobConfig, names: Sequence[str], jobs_alone: float, small: bool
 ) -> dict[str, Any]:
     """The jobs again, while samples have half of the time."""
     rows, prompt, new, seconds = (4, 8, 8, 2.0) if small else (64, 256, 128, 8.0)
-    samples = KeptBusy(Bank(windows.session, len(names)), len(names), rows, prompt, new)
+    samples = KeptBusy(bank, len(names), rows, prompt, new)
     note("the first samples run")
     samples.start()
     note("samples are timed")
