@@ -27,6 +27,7 @@ from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CallError
+from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.peft.folder import read_described
 from lorafusion_jax.session import AdapterState, Session, Task, WindowPlanner, call_runner
 from lorafusion_jax.session.calls import ForwardBackward, LoadState, OptimStep, Row, SaveState
@@ -677,3 +678,24 @@ def test_the_examples_learn():
     assert preferred[-1] < preferred[0]
     gaps = runpy.run_path(str(folder / "distillation.py"))["main"]()
     assert gaps[-1] < gaps[0]
+
+
+@pytest.mark.nightly
+def test_samples_in_bfloat16_are_near_forward():
+    base = examples_directory() / "base"
+    options = {"rank": 8, "targets": TARGETS, "batch": {"capacity_tokens": 512, "tile_tokens": 32}}
+    with lf.training_client({"model": str(base), "dtype": "bfloat16"}, **options) as client:
+        for _ in range(4):
+            client.forward_backward(data())
+            client.optim_step(learning_rate=1e-2)
+        sampler, prompt = client.save_weights_and_get_sampling_client(), TOKENS[0][:4]
+        samples = sampler.sample(prompt, 16, max_tokens=24, seed=0, temperature=1.0, stop=[]).result()
+        wholes = [[*prompt, *sample.tokens] for sample in samples]
+        rows = [lf.Datum(model_input=t[:-1], loss_fn_inputs={"target_tokens": t[1:]}) for t in wholes]
+        outputs = client.forward(rows).result().loss_fn_outputs
+    gaps = [
+        np.abs(output["logprobs"][len(prompt) - 1 :] - np.array(sample.logprobs))
+        for sample, output in zip(samples, outputs, strict=True)
+    ]
+    assert np.median(gaps) <= 2e-3
+    assert np.max(gaps) <= 2e-2
