@@ -47,7 +47,7 @@ KERNEL_FILES = (  # a row of a later file replaces the same row of an earlier on
     "kernels_h200_2026-11-22e/bytes.jsonl",
 )
 END_TO_END = "end_to_end_h200_2026-11-22h/end_to_end.jsonl"
-SHARDED = "end_to_end_h200_2026-11-28_sharded"
+SHARDED = "end_to_end_h200_2026-11-29_two", "end_to_end_h200_2026-11-28_sharded"
 FLAX_MODEL, ADAPTER_COUNTS = (
     "flax_model_h200_2026-11-23b/rows.jsonl",
     "adapter_counts_h200_2026-11-23/adapter_counts.jsonl",
@@ -62,6 +62,12 @@ PIPELINES = "pipelines_2026-11-24"
 PLANNED = "planner_2026-11-24"  # with counted budgets; those of PLANNER were of wall time, on a quiet machine
 FLOORS = "plan_floors_2026-11-29"
 PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-26", "scaling_2026-11-22"
+SHARDED_NAMES = {
+    "ours": "ours, four adapters together, a stage per card",
+    "fsdp": "ours, one adapter after another, `mesh.fsdp`",
+    "fsdp2_packed": "FSDP2 + PEFT + Liger, one adapter, no padding",
+    "fsdp2_checkpointed": "FSDP2 + PEFT + Liger, layers recomputed",
+}
 NAMES = {"8b": "Llama-3.1-8B", "32b": "Qwen2.5-32B", "70b": "Llama-3.1-70B"}
 LAYER_FORMS = {
     "frozen": "frozen layer, no LoRA, compiled as ours: the floor",
@@ -179,20 +185,17 @@ def figures(row: Row) -> tuple[str, ...]:
 
 
 def sharded() -> str:
-    """Stages beside torch's FSDP2 with PEFT and Liger, in one call on the same cards."""
-    (ours,), (peer,) = rows_of(f"{SHARDED}/end_to_end.jsonl"), rows_of(f"{SHARDED}/peers.jsonl")
-    rows = (
-        ("ours, four adapters together in four stages", ours, max(ours["peak_gb"])),
-        ("FSDP2 + PEFT + Liger, one adapter, no padding, layers recomputed", peer, peer["peak_gb"]),
-    )
-    return markdown(
-        ("program", "useful tok/s", "over FSDP2", "largest peak, GB"),
-        [
-            (name, f"{row['useful_tokens_per_s'] / 1e3:.2f} k",
-             f"{row['useful_tokens_per_s'] / peer['useful_tokens_per_s']:.2f}", peak)
-            for name, row, peak in rows
-        ],
-    )  # fmt: skip
+    """Ours beside torch's FSDP2 with PEFT and Liger, on the same cards."""
+    lines = []
+    for folder in SHARDED:
+        ours, peers = rows_of(f"{folder}/end_to_end.jsonl"), rows_of(f"{folder}/peers.jsonl")
+        best = max(row["useful_tokens_per_s"] for row in peers)
+        shape = f"{NAMES[ours[0]['model']]}, {devices_of(ours[0])} × H200, batch {ours[0]['global_batch']}"
+        for row in (*ours, *peers):
+            rate, peak = row["useful_tokens_per_s"], row["peak_gb"]
+            largest = max(gb for gb in peak if gb is not None) if isinstance(peak, list) else peak
+            lines.append((shape, SHARDED_NAMES[row["variant"]], f"{rate / 1e3:.2f} k", f"{rate / best:.2f}", largest))
+    return markdown(("shape", "program", "useful tok/s", "over FSDP2 at its best", "largest peak, GB"), lines)
 
 
 def ratios() -> str:
