@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 
 from lorafusion_jax.api.curves import Curve, draw_curves
 from lorafusion_jax.api.jobs import Job, job_of
 from lorafusion_jax.api.plans import JobPlan
-from lorafusion_jax.api.progress import in_notebook, notebook_screen
 from lorafusion_jax.api.reports import ReportView
-from lorafusion_jax.api.shown import Shown
+from lorafusion_jax.api.shown import PRE, Shown, as_html, recording_console
 from lorafusion_jax.api.status import run_numbers, status_screen
 from lorafusion_jax.api.timelines import TimelineView
 from lorafusion_jax.checkpoint.folder import RunFolder
@@ -25,7 +26,63 @@ from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out as terminal
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.measured import read_timeline
+from lorafusion_jax.report.screen import LINE_EVERY_S, Screen
 from scheduling import Plan
+
+REDRAW_EVERY_S = 0.5  # a notebook's front end gets the whole view each time
+
+
+class NotebookView:
+    """Redraws lines and block of a `Screen` in one output of a notebook.
+
+    Args:
+        console: recording console of the screen's lines.
+        block: returns the block below the lines.
+    """
+
+    def __init__(self, console: Console, block: Callable[[], Group]):
+        self._console, self._block = console, block
+        self._output: Any = None
+        self._drawn_at = float("-inf")
+
+    def start(self) -> None:
+        from IPython.display import HTML, display
+
+        self._output = display(HTML(self._html()), display_id=True)
+
+    def refresh(self) -> None:
+        if time.monotonic() - self._drawn_at >= REDRAW_EVERY_S:
+            self._draw()
+
+    def stop(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        from IPython.display import HTML
+
+        self._drawn_at = time.monotonic()
+        self._output.update(HTML(self._html()))
+
+    def _html(self) -> str:
+        lines = self._console.export_html(clear=False, code_format=PRE, inline_styles=True)
+        return lines + as_html(lambda console: console.print(self._block()))
+
+
+def notebook_screen(name: str, _: Console, line_every_s: float = LINE_EVERY_S) -> Screen:
+    """Returns the `Screen` of a run in a notebook."""
+    console = recording_console()
+    return Screen(name, console, line_every_s, live=lambda block: NotebookView(console, block))
+
+
+def in_notebook() -> bool:
+    """Whether the output of this process is a notebook and not a terminal, including one of IPython."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
 
 type Progress = bool | Listener
 type Work = Callable[[Sequence[Listener]], Any]

@@ -7,6 +7,11 @@ start.json                             phase of a start, until training begins
 state/<slot>/                          checkpoints
 adapters/<name>/step-000250/           PEFT folders; `latest` links to the newest, `best` to the best held-out one
 control/                               pending requests
+
+config.yaml and plan.json change in one step, which is the rename of run.json. The new files are written first, beside
+the old ones, under names with their digests. Then run.json is replaced, which names these digests: the change is there,
+and whole. At last each new file takes its place. Whoever reads in between, or after a kill, takes the file that
+run.json names, wherever it is.
 """
 
 from __future__ import annotations
@@ -26,17 +31,59 @@ from lorafusion_jax.checkpoint import run_record
 from lorafusion_jax.checkpoint.begun_folder import PLAN, read_start
 from lorafusion_jax.checkpoint.run_lock import held_by, run_lock
 from lorafusion_jax.checkpoint.saved_states import slots_of
-from lorafusion_jax.checkpoint.transition import change_files, complete_change, current_file
 from lorafusion_jax.config.resolved import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.digests import Damage, find_damage, has_digests
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, did_you_mean, raise_all
-from lorafusion_jax.files import PART, remove_folder, replace_text
+from lorafusion_jax.files import PART, remove_folder, replace_text, sync
 from lorafusion_jax.new_folder import remove_leftovers
 from lorafusion_jax.readable import PLAN as MOST_PLAN
 from lorafusion_jax.readable import SETTINGS, open_text, read_text
 from scheduling import Plan, PlanOutline, outline_from_lines
+
+NEXT = ".next"  # suffix of the hidden names
+
+
+def current_file(folder: Path, name: str, digest: str) -> Path:
+    """Returns where the file with this digest is; `folder / name` if nothing is left to do."""
+    prepared = _prepared(folder, name, digest)
+    return prepared if prepared.is_file() else folder / name
+
+
+def change_files(
+    folder: Path, texts: Mapping[str, str], digests: Mapping[str, str], commit: Callable[[], None]
+) -> None:
+    """Replaces files of a run together.
+
+    Args:
+        texts: name → new content.
+        digests: name → digest, as run.json names it after `commit`.
+        commit: replaces run.json.
+    """
+    for name, text in texts.items():
+        replace_text(_prepared(folder, name, digests[name]), text)
+    sync(folder)  # before run.json names them
+    commit()
+    complete_change(folder, digests)
+
+
+def complete_change(folder: Path, digests: Mapping[str, str]) -> None:
+    """Completes a change that was committed, and removes what was prepared for one that was not.
+
+    Args:
+        digests: name → digest, as run.json names it.
+    """
+    for name, digest in digests.items():
+        if (prepared := current_file(folder, name, digest)) != folder / name:
+            prepared.replace(folder / name)
+    for leftover in folder.glob(f".*{NEXT}"):
+        leftover.unlink()
+
+
+def _prepared(folder: Path, name: str, digest: str) -> Path:
+    return folder / f".{name}.{digest}{NEXT}"
+
 
 CONFIG, RECORD, TIMELINE = "config.yaml", "run.json", "timeline.json"
 LATEST, BEST = "latest", "best"

@@ -174,7 +174,7 @@ class Objective:
         review: (numbers of all samples by name, options) → notes for the user; raises ValueError if the data cannot be
             used. A number is NaN in the samples of files without it.
         defaults: defaults of the job file for adapters with this objective, e.g. {"lora.dropout": 0.0}.
-        advantages: how rewards of rollouts become advantages, see `rollout.advantages`; empty: it cannot train on
+        advantages: how rewards of rollouts become advantages, see `rollout.drawn`; empty: it cannot train on
             rollouts.
         reward_kl: options → factor of the divergence from the reference that is taken off the rewards of rollouts.
 

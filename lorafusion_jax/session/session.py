@@ -3,12 +3,20 @@
 Only the session and its parts use devices. A run opens one with the adapters of its job; others may join, and those
 that have ended keep their places. A service opens one with free places, in which adapters start and stop. One loop runs
 slots of either: of a plan (`Batches`) or of windows (`WindowPlanner`).
+
+For adapters that fit into no free place, new stages for all adapters replace the old ones, on the same frozen weights.
+The states of the old adapters are gathered first and loaded onto the new stages, where new ones start; they stay
+bitwise equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import jax
+import numpy as np
 
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.config.join import select_adapters
@@ -21,10 +29,12 @@ from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.peft.folder import Arrays
 from lorafusion_jax.session.adapter_state import AdapterState
-from lorafusion_jax.session.base import memory_warning
+from lorafusion_jax.session.base import memory_warning, stages_for
 from lorafusion_jax.session.calls import Capacity
+from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.evaluation import Evaluation, evaluate
-from lorafusion_jax.session.growth import grow_stages
+from lorafusion_jax.session.first_weights import starting_weights
+from lorafusion_jax.session.links import Links
 from lorafusion_jax.session.opened import OpenSession
 from lorafusion_jax.session.places import PlaceWeights, check_state
 from lorafusion_jax.session.processes import is_alone
@@ -38,9 +48,43 @@ from lorafusion_jax.session.references import (
     rollout_reference,
 )  # fmt: skip
 from lorafusion_jax.session.release import release_unused
-from lorafusion_jax.session.state import read_adapter
+from lorafusion_jax.session.state import gather, load_states, read_adapter, states_of
 from lorafusion_jax.session.stream import stream_task
 from lorafusion_jax.session.task import AdapterProgress, Task, tasks_of
+
+
+def grow_stages(
+    stages: Sequence[AnyStage], links: Links, config: JobConfig, weights: Mapping[int, Arrays]
+) -> list[AnyStage]:
+    """Returns stages with more adapters, the new ones at their first step. Collective over processes.
+
+    Args:
+        stages: with no work in flight. Their trainable arrays are deleted, so that the devices never hold both.
+        config: of all adapters of the run.
+        weights: initial weights of new adapters from a warm start, by position.
+    """
+    states = _states(stages, links)
+    for stage in local_stages(stages).values():
+        stage.lora, stage.constants, stage.sums, stage.optimizers, stage.totals = {}, {}, {}, {}, None
+    more = stages_for(stages, config)
+    specs = dict(more[0].occupied)
+    starts = {number: weights[index] for number, index in enumerate(specs) if index in weights}
+    lora = starting_weights(more[0].parts.leaves, list(specs.values()), starts)
+    for stage in local_stages(more).values():
+        stage.start(lora)
+    # The states of new adapters are those that `start` gave them; old ones get theirs back.
+    load_states(more, _states(more, links) | states)
+    return more
+
+
+def _states(stages: Sequence[AnyStage], links: Links) -> dict[str, AdapterState]:
+    """Returns the states of all adapters, with copies of what a host array may view of a device array.
+
+    Views would live on with the device arrays, one more at every addition.
+    """
+    states = states_of(gather(stages, links), {spec.name: place for place, spec in stages[0].occupied})
+    return {name: replace(state, optimizer=jax.tree.map(np.array, state.optimizer)) for name, state in states.items()}
+
 
 # jax's caches keep traces of all shapes, 3 MB for every addition. They belong to the whole process, so they are cleared
 # seldom.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from campaigns.disk import Disk, Killed
 
-from lorafusion_jax.checkpoint.transition import change_files, complete_change, current_file
+from lorafusion_jax.checkpoint.folder import change_files, complete_change, current_file
 
 OLD = {"plan.json": "old plan", "config.yaml": "old settings"}
 NEW = {"plan.json": "new plan", "config.yaml": "new settings"}
@@ -69,6 +69,6 @@ def test_a_change_is_there_or_whole_at_every_call(run, disk):
 def test_new_files_are_on_the_disk_before_they_are_named(run, monkeypatch):
     """After a power cut run.json may name files, which then have to be there."""
     order = []
-    monkeypatch.setattr("lorafusion_jax.checkpoint.transition.sync", lambda folder: order.append("synced"))
+    monkeypatch.setattr("lorafusion_jax.checkpoint.folder.sync", lambda folder: order.append("synced"))
     change_files(run, NEW, digests(NEW), lambda: order.append("named"))
     assert order[:2] == ["synced", "named"]

@@ -9,7 +9,7 @@ import pytest
 from mixed import assert_equal, read_trained, write_mixed_job
 from more_cases import nightly
 
-from lorafusion_jax.checkpoint.transition import NEXT
+from lorafusion_jax.checkpoint.folder import NEXT
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError

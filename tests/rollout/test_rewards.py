@@ -13,7 +13,7 @@ import pytest
 from lorafusion_jax.config.rollout_section import RolloutSettings, read_rewards
 from lorafusion_jax.data.rollouts import PromptRow
 from lorafusion_jax.errors import RunError
-from lorafusion_jax.rollout.advantages import advantages_of
+from lorafusion_jax.rollout.drawn import advantages_of
 from lorafusion_jax.rollout.functions import Functions
 from lorafusion_jax.rollout.rewards import rewards_of
 

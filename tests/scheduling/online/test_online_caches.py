@@ -7,7 +7,7 @@ import pytest
 from more_cases import nightly
 
 from benchmarks.online import calls_of
-from scheduling.online import ClusterState, Job, JobState, LiveCluster, Ours, Rates, Worker, job_cache
+from scheduling.online import ClusterState, Job, JobState, LiveCluster, Ours, Rates, Worker, rates
 from scheduling.online.policies.ours import policy as ours
 
 KIND = ("h200", 140.0)
@@ -24,7 +24,7 @@ def alive():
 
 
 def test_jobs_that_were_seen_long_ago_are_forgotten(monkeypatch):
-    monkeypatch.setattr(job_cache, "MOST_JOBS", 40)
+    monkeypatch.setattr(rates, "MOST_JOBS", 40)
     monkeypatch.setattr(ours, "SPARE", 20)
     policy, before = Ours(Rates()), alive()
     for number in range(150):
@@ -37,7 +37,7 @@ def test_jobs_that_were_seen_long_ago_are_forgotten(monkeypatch):
 
 
 def test_forgetting_changes_no_rate(monkeypatch):
-    monkeypatch.setattr(job_cache, "MOST_JOBS", 8)
+    monkeypatch.setattr(rates, "MOST_JOBS", 8)
     small, members = Rates(), [coming(number) for number in range(60)]
     for first in (0, 31, 4, 57, 0, 29):
         group = members[first : first + 3]
