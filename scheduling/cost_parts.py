@@ -85,7 +85,8 @@ def stages_from_parts(parts: CostParts, layers: Sequence[float], *, gather: Gath
         forward = _sum([(n, cost.forward) for n, cost in shares], parts.call_s)
         backward = _sum([(n, cost.backward) for n, cost in shares], parts.call_s)
         if gather is not None:
-            forward, backward = (gather.added_to(cost, count, stage in (0, last)) for cost in (forward, backward))
+            forward = gather.added_to(forward, count, with_table=stage == 0)
+            backward = gather.added_to(backward, count, with_table=stage == last)
         update_s = parts.update_s + sum(n * cost.update_s for n, cost in shares)
         stages.append(StageCost(forward=forward, backward=backward, update_s=update_s))
     return CostModel(
@@ -100,13 +101,16 @@ def stages_from_parts(parts: CostParts, layers: Sequence[float], *, gather: Gath
 class GatherCost:
     """Cost of gathering sharded weights on the devices of a stage, once per pass.
 
+    The embedding is gathered before the first stage's forward, and the head once between the last stage's passes, each
+    by a program of its own, beside which nothing runs.
+
     Args:
         layer_bytes: bytes of one layer's frozen weights.
         table_bytes: bytes of the embedding or of the head.
         devices: number of devices that share the weights.
         link_bytes: bytes per second that one device receives (default: measured over NVLink of an H200 host).
-        hidden: share of the gathering that the compute of layers before it hides, 0 to 1. A pass takes the rest of the
-            gathering and the compute, but no less than all of the gathering.
+        hidden: share of the gathering of layers that the compute of layers before them hides, 0 to 1. A pass takes the
+            rest of the gathering and the compute, but no less than all of the gathering.
     """
 
     layer_bytes: float
@@ -120,9 +124,13 @@ class GatherCost:
             raise PlanError("plan.cost", f"the hidden share of the gathering is from 0 to 1, not {self.hidden}")
 
     def added_to(self, cost: PassCost, layers: float, with_table: bool) -> PassCost:
-        num_bytes = (layers * self.layer_bytes + with_table * self.table_bytes) * (1 - 1 / self.devices)
-        seconds = num_bytes / self.link_bytes
-        return replace(cost, fixed_s=cost.fixed_s + (1 - self.hidden) * seconds, floor_s=max(cost.floor_s, seconds))
+        rate = self.link_bytes / (1 - 1 / self.devices)
+        layers_s, table_s = layers * self.layer_bytes / rate, with_table * self.table_bytes / rate
+        return replace(
+            cost,
+            fixed_s=cost.fixed_s + (1 - self.hidden) * layers_s + table_s,
+            floor_s=max(cost.floor_s, layers_s + table_s),
+        )
 
 
 def shared_parts(parts: CostParts, devices: int, *, call_s: float = 2e-5, speed: float = SUM_SPEED) -> CostParts:

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.workloads import SHAPES
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.planning.part_work import row_weights
-from lorafusion_jax.planning.prediction import predicted_parts
-from scheduling import shared_parts, stages_from_parts
+from lorafusion_jax.planning.prediction import HIDDEN_GATHERS, predicted_parts
+from scheduling import GatherCost, shared_parts, stages_from_parts
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 BOUND = 0.15  # the rates are those of whole runs, whose clocks are lower than those of one layer
@@ -87,6 +88,23 @@ def test_devices_that_share_layers_gain_what_is_predicted(file):
         costs = stages_from_parts(parts if count == 1 else shared_parts(parts, count), [8]).stages[0]
         seconds[count] = sum(part.seconds(8192, 8 * 1024**2) for part in (costs.forward, costs.backward))
     assert seconds[1] / seconds[2] == pytest.approx(measured["one"] / measured["tensor"], rel=0.05)
+
+
+def test_gathering_is_hidden_as_measured():
+    """A slot of 32B whose base two GPUs share: one adapter, samples of some 700 tokens."""
+    lines = (RESULTS / "two_gpus_h200_2026-11-29" / "end_to_end.jsonl").read_text().splitlines()
+    (row,) = (row for row in map(json.loads, lines) if row["mesh"]["fsdp"] == 2)
+    model, tokens = ModelConfig(**SHAPES[row["model"]]), row["capacity_tokens"]
+    parts, table = predicted_parts(model, "h200"), model.vocab_size * model.hidden_size
+    layer_bytes = 2 * model.layer(0).num_parameters
+
+    def slot_s(hidden: float) -> float:
+        gather = GatherCost(layer_bytes=layer_bytes, table_bytes=2 * table, devices=2, hidden=hidden)
+        costs = stages_from_parts(parts, [model.num_layers], gather=gather).stages[0]
+        return sum(part.seconds(tokens, 700 * tokens) for part in (costs.forward, costs.backward))
+
+    assert slot_s(HIDDEN_GATHERS) == pytest.approx(row["slot_s"], rel=0.03)
+    assert slot_s(HIDDEN_GATHERS + 0.5) < 0.95 * row["slot_s"]
 
 
 def test_a_delta_net_grows_with_its_rows_alone():
