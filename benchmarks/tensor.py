@@ -6,7 +6,8 @@ Writes a random base with layers of an 8B model in bfloat16 and runs `lorafusion
 then one alone. The first losses of every mesh must be those of the first to rounding before any rate is printed. A row
 per run: losses, tokens per second after the first slots, and peak and predicted memory. Nothing starts after --seconds.
 Replicas with a base each (`data`) beside replicas that share one (`fsdp`) tell what gathering adds to a slot,
-and `processes` what a process for each of the `stages` adds.
+and `processes` what a process for each of the `stages` adds. `parts` is `tensor` with `train.parts: 2`; --leave builds
+persistent kernels for so many multiprocessors less, which sums may take.
 """
 
 from __future__ import annotations
@@ -35,10 +36,17 @@ from lorafusion_jax.planning.prediction import predicted_costs, predicted_memory
 from scheduling import plan_statistics
 
 MESHES: dict[str, dict[str, int]] = {
-    "one": {}, "tensor": {"tensor": 2}, "stages": {"stages": 2}, "processes": {"stages": 2}, "data": {"data": 2},
-    "fsdp": {"fsdp": 2},
+    "one": {}, "tensor": {"tensor": 2}, "parts": {"tensor": 2}, "stages": {"stages": 2}, "processes": {"stages": 2},
+    "data": {"data": 2}, "fsdp": {"fsdp": 2},
 }  # fmt: skip
 TOLERANCE = 4 * 2**-9  # of the first losses, at equal weights: as `verify` allows in bfloat16
+NARROWER = """
+import runpy
+from pallas_kernels import device
+whole = device.num_sms
+device.num_sms = lambda: whole() - {leave}
+runpy.run_module("lorafusion_jax", run_name="__main__", alter_sys=True)
+"""
 WARM = 8  # slots that are not timed
 SLOTS = 48
 
@@ -49,6 +57,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--adapters", type=int, nargs="+", default=[4, 1], help="that train together, at most 4")
     parser.add_argument("--meshes", choices=MESHES, nargs="+", default=list(MESHES))
+    parser.add_argument("--leave", type=int, default=0, help="multiprocessors without kernels of ours")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on two simulated devices")
     options = parser.parse_args()
     shape, began = SMALL if options.small else SHAPE, time.monotonic()
@@ -63,11 +72,12 @@ def main() -> int:
             for mesh in options.meshes:
                 if time.monotonic() - began > options.seconds:
                     return 0
-                row, losses = _run(work, mesh, adapters, options.small)
+                row, losses = _run(work, mesh, adapters, options.small, options.leave)
                 first = first or losses
                 apart = max(abs(losses[adapter] - loss) / loss for adapter, loss in first.items())
                 assert apart < TOLERANCE, (mesh, losses, first)
-                write({"section": "run", "mesh": mesh, "adapters": adapters, "first_losses_apart": apart, **row})
+                setting = {"mesh": mesh, "adapters": adapters, "left_sms": options.leave}
+                write({"section": "run", **setting, "first_losses_apart": apart, **row})
     return 0
 
 
@@ -103,7 +113,7 @@ def _job(mesh: str, adapters: int, small: bool) -> dict[str, Any]:
         "data": {"max_length": longest},
         "batch": {"capacity_tokens": 4 * longest, "tile_tokens": 16 if small else 128, "global_samples": 16},
         "mesh": MESHES[mesh],
-        "train": {"log_every_s": 0, "remat": "gemm_inputs"},
+        "train": {"log_every_s": 0, "remat": "gemm_inputs", "parts": 2 if mesh == "parts" else 1},
         "save": {"every_minutes": None},
         "lora": {"rank": 16, "dropout": 0.1},
         "adapters": [
@@ -112,11 +122,12 @@ def _job(mesh: str, adapters: int, small: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _run(work: Path, mesh: str, adapters: int, small: bool) -> tuple[dict[str, Any], dict[str, float]]:
+def _run(work: Path, mesh: str, adapters: int, small: bool, leave: int) -> tuple[dict[str, Any], dict[str, float]]:
     """Returns what a run took, and the first loss of each adapter."""
     jobs, out = work / f"{mesh}_{adapters}.yaml", work / f"run_{mesh}_{adapters}"
     jobs.write_text(yaml.safe_dump(_job(mesh, adapters, small)))
-    command = [sys.executable, "-m", "lorafusion_jax", "train", str(jobs), "--out", str(out)]
+    program = ["-c", NARROWER.format(leave=leave)] if leave else ["-m", "lorafusion_jax"]
+    command = [sys.executable, *program, "train", str(jobs), "--out", str(out)]
     began = time.monotonic()
     if mesh == "processes":
         _run_in_two(command, small)

@@ -17,7 +17,7 @@ Where = Annotated[
     typer.Argument(
         metavar="KEY=VALUE",
         help="settings that may change: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, mesh.tensor, train.remat, "
-        "train.block_layers, train.on_failed, base.cache_quantized, save.*",
+        "train.block_layers, train.parts, train.on_failed, base.cache_quantized, save.*",
     ),
 ]
 

@@ -38,6 +38,7 @@ from scheduling.checks import MOST_SIZES
 
 SECONDS_OF_DAY = 86_400
 MOST_MINUTES = 366 * 24 * 60  # a year
+MOST_PARTS = 4  # smaller products keep a GPU less busy than the sums that they hide
 HELD_OUT_LOSS = "eval_loss"
 Layers = Count | Annotated[Number, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
 
@@ -229,6 +230,11 @@ class TrainSettings(Section):
     block_layers: Count | None = Field(
         default=None,
         description="layers per compiled program; default all of a stage up to 8 small ones, else 1 (fsdp: 4)",
+    )
+    parts: Annotated[Count, Field(le=MOST_PARTS)] = Field(
+        default=1,
+        description="parts of a microbatch's rows in a layer of mesh.tensor: the sum of one over the devices runs "
+        "beside the products of another",
     )
     implementation: Implementation | None = Field(
         default=None, description="LoRA kernels; default by device, see lorafusion doctor"

@@ -30,7 +30,7 @@ class Builder:
         config: the model.
         layer: the layer's description.
         prepared: as in `LoRALinear`.
-        parted: as in `DecoderLayer`.
+        parted, parts: as in `DecoderLayer`.
     """
 
     config: ModelConfig
@@ -40,6 +40,7 @@ class Builder:
     rngs: nnx.Rngs
     prepared: bool = False
     parted: bool = False
+    parts: int = 1
 
     def linear(self, name: str) -> LoRALinear:
         linear = self.layer.linear(name)

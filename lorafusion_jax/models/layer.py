@@ -6,6 +6,7 @@ Dims: `T` packed tokens · `D` model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.cache import Cache
 from lorafusion_jax.models.delta_net import GatedDeltaNet
 from lorafusion_jax.models.experts import MixtureOfExperts
-from lorafusion_jax.models.inputs import LayerInputs
+from lorafusion_jax.models.inputs import LayerInputs, by_parts
 from lorafusion_jax.models.latent_attention import LatentSelfAttention
 from lorafusion_jax.models.mamba import MambaMixer
 from lorafusion_jax.models.mlp import MLP
@@ -39,7 +40,9 @@ from lorafusion_jax.models.per_layer_input import OwnInput
 from lorafusion_jax.models.self_attention import SelfAttention
 from lorafusion_jax.models.short_convolution import GatedConvolution
 from lorafusion_jax.models.stream import Stream
-from lorafusion_jax.modules.tensor_sums import added_up, copied
+from lorafusion_jax.modules import LoRAContext
+
+type Feed = Callable[[jax.Array, LoRAContext | None], jax.Array]
 
 
 class DecoderLayer(nnx.Module):
@@ -54,6 +57,7 @@ class DecoderLayer(nnx.Module):
             second.
         prepared: as in `LoRALinear`.
         parted: whether `config` is the part of a device, see `ModelConfig.part_of` and `tensor_sums`.
+        parts: of the rows, in which everything but the attention of rows to each other is computed, see `by_parts`.
     """
 
     def __init__(
@@ -67,12 +71,14 @@ class DecoderLayer(nnx.Module):
         rngs: nnx.Rngs,
         prepared: bool = False,
         parted: bool = False,
+        parts: int = 1,
     ):
         spec = config.layer(number)
         build = Builder(
-            config=config, layer=spec, adapters=adapters, dtype=dtype, rngs=rngs, prepared=prepared, parted=parted
-        )
-        self.spec, self.half, self.parted = spec, half, parted
+            config=config, layer=spec, adapters=adapters, dtype=dtype, rngs=rngs, prepared=prepared, parted=parted,
+            parts=parts,
+        )  # fmt: skip
+        self.spec, self.half, self.parts = spec, half, parts
         for norm in spec.around.norms:
             if half in (None, norm.half):
                 setattr(self, norm.path, build.norm(norm.path))
@@ -166,11 +172,11 @@ class DecoderLayer(nnx.Module):
         """Like a call, and returns `balance.count_choices` of its router; None if it has none."""
         choices: list[jax.Array] = []
 
-        def feed(h_TD: jax.Array) -> jax.Array:
+        def feed(h_TD: jax.Array, lora: LoRAContext | None) -> jax.Array:
             mlp = self._mlp
             assert isinstance(mlp, MixtureOfExperts)
             assert inputs.inside is not None, "these inputs do not say whose choices are counted"
-            y_TD, counts = mlp.with_choices(h_TD, inputs.lora, inputs.inside)
+            y_TD, counts = mlp.with_choices(h_TD, lora, inputs.inside)
             choices.append(counts)
             return y_TD
 
@@ -190,31 +196,35 @@ class DecoderLayer(nnx.Module):
         x_TD: jax.Array,
         inputs: LayerInputs,
         mix: Callable[[jax.Array], jax.Array],
-        feed: Callable[[jax.Array], jax.Array] | None = None,
+        feed: Feed | None = None,
     ) -> jax.Array:
         """Runs the layer or half layer; `mix` is its attention, and `feed` its MLP (None: as it is)."""
-        feed = self._whole(feed or (lambda h_TD: self._mlp(h_TD, inputs.lora)))
+        feed = feed or (lambda h_TD, lora: self._mlp(h_TD, lora))
         if isinstance(self.spec.mlp, Absent):
             x_TD, h_TD = self._enter("attention", x_TD)
-            return x_TD + self._leave("attention", self._whole(mix)(h_TD))
+            return x_TD + self._leave("attention", mix(h_TD))
         if self.half == "mlp" or isinstance(self.spec.attention, Absent):
-            return self._end(*self._enter("mlp", x_TD), feed, inputs)
+            end = partial(self._end, feed)
+            return by_parts(lambda x_TD, inputs: end(*self._enter("mlp", x_TD), inputs), self.parts, inputs, x_TD)
         x_TD, h_TD = self._enter("attention", x_TD)
-        o_TD = self._whole(mix)(h_TD)
+        return by_parts(partial(self._after_attention, feed), self.parts, inputs, x_TD, h_TD, mix(h_TD))
+
+    def _after_attention(
+        self, feed: Feed, x_TD: jax.Array, h_TD: jax.Array, o_TD: jax.Array, inputs: LayerInputs
+    ) -> jax.Array:
+        """Adds the output of the attention, and runs the MLP of a whole layer; h is what the attention read."""
         if self.spec.around.parallel:
             if "mlp" in self.spec.around.before:
                 x_TD, h_TD = self._enter("mlp", x_TD)
-            return x_TD + self._leave("attention", o_TD) + self._leave("mlp", feed(h_TD))
+            return x_TD + self._leave("attention", o_TD) + self._leave("mlp", feed(h_TD, inputs.lora))
         if self.half == "attention":
             return x_TD + self._leave("attention", o_TD)
         x_TD, h_TD = self._enter("mlp", x_TD, self._leave("attention", checkpoint_name(o_TD, "o_out")))
-        return self._end(x_TD, h_TD, feed, inputs)
+        return self._end(feed, x_TD, h_TD, inputs)
 
-    def _end(
-        self, x_TD: jax.Array, h_TD: jax.Array, feed: Callable[[jax.Array], jax.Array], inputs: LayerInputs
-    ) -> jax.Array:
+    def _end(self, feed: Feed, x_TD: jax.Array, h_TD: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Runs the MLP on h, and adds its output to x."""
-        y_TD = feed(h_TD)
+        y_TD = feed(h_TD, inputs.lora)
         if self.parallel is not None:
             y_TD = self.parallel.beside(y_TD, x_TD, inputs.lora)
         x_TD = x_TD + self._leave("mlp", y_TD)
@@ -222,10 +232,6 @@ class DecoderLayer(nnx.Module):
             assert inputs.of_layers is not None, "these inputs have none of the layer's own"
             x_TD = getattr(self, self.spec.own_input.module)(x_TD, inputs.of_layers, inputs.lora)
         return x_TD if self.layer_scalar is None else x_TD * self.layer_scalar[...]
-
-    def _whole(self, half: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-        """Adds up what the devices of a parted layer compute."""
-        return (lambda h_TD: added_up(half(copied(h_TD)))) if self.parted else half
 
     @property
     def _attention(self) -> SelfAttention | LatentSelfAttention:

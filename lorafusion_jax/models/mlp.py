@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.models.build import Builder, times
 from lorafusion_jax.modules import LoRAContext, lora_mlp, lora_siblings
+from lorafusion_jax.modules.tensor_sums import added_up, copied
 from pallas_kernels.mlp.xla import activate, gate_with
 
 
@@ -22,13 +23,16 @@ class MLP(nnx.Module):
     """down_proj(activation(gate_proj x) · up_proj x); see `families.mlp.Mlp`."""
 
     def __init__(self, build: Builder, spec: Mlp):
-        self.spec = spec
+        self.spec, self.parted = spec, build.parted
         self.sites = build.layer.site_index(spec.linears[0].name), build.layer.site_index(spec.linears[-1].name)
         self.act_fn = Xielu(spec, build.dtype) if spec.activation == "xielu" else nnx.data(None)
         for linear in spec.linears:
             setattr(self, linear.name, build.linear(linear.name))
 
     def __call__(self, x_TD: jax.Array, lora: LoRAContext | None) -> jax.Array:
+        return added_up(self._term(copied(x_TD), lora)) if self.parted else self._term(x_TD, lora)
+
+    def _term(self, x_TD: jax.Array, lora: LoRAContext | None) -> jax.Array:
         *first, down = (getattr(self, linear.name) for linear in self.spec.linears)
         if self.spec.as_one_op:
             gate, up = first

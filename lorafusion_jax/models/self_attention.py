@@ -14,10 +14,11 @@ from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.models.attention import AttentionImplementation, attention
 from lorafusion_jax.models.build import Builder, times
 from lorafusion_jax.models.cache import Cache, CachedKeys, paged_attention, store
-from lorafusion_jax.models.inputs import LayerInputs
+from lorafusion_jax.models.inputs import LayerInputs, by_parts
 from lorafusion_jax.models.rope import apply_rope, halves_of_pairs
 from lorafusion_jax.models.stream import KeysAndValues
 from lorafusion_jax.modules import LoRALinear, lora_siblings
+from lorafusion_jax.modules.tensor_sums import added_up, copied
 from pallas_kernels.norm import rms_norm
 
 
@@ -28,6 +29,7 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, build: Builder, spec: Attention):
         self.spec, self.eps = spec, build.layer.around.eps
+        self.parted, self.parts = build.parted, build.parts
         self.rope = None if spec.rope is None else build.config.ropes.index(spec.rope)
         self.sites = build.layer.site_index(spec.linears[0].name), build.layer.site_index(spec.out)
         self.inputs = tuple(linear.name for linear in spec.linears if linear.site == "qkv")
@@ -54,9 +56,9 @@ class SelfAttention(nnx.Module):
             keys: those of another layer (None: it has its own).
         """
         if keys is None:
-            q, k, v, gate_TD = self._heads(x_TD, inputs)
+            q, k, v, gate_TD = by_parts(self._heads, self.parts, inputs, x_TD)
         else:
-            (q, gate_TD), (k, v) = self._queries(x_TD, inputs), keys
+            (q, gate_TD), (k, v) = by_parts(self._queries, self.parts, inputs, x_TD), keys
         o_TD = attention(
             q,
             k,
@@ -69,7 +71,8 @@ class SelfAttention(nnx.Module):
             soft_cap=self.spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
         )
-        return self._out(o_TD, gate_TD, inputs), (k, v)
+        o_TD = o_TD if gate_TD is None else _gated(o_TD, gate_TD)
+        return by_parts(self._out, self.parts, inputs, o_TD), (k, v)
 
     def with_cache(
         self,
@@ -101,15 +104,15 @@ class SelfAttention(nnx.Module):
         else:
             k, v = keys["rows"]["keys"], keys["rows"]["values"]
             o_TD = attention(q, k, v, inputs.segments, implementation=implementation, flat=True, **options)
-        return self._out(o_TD, gate_TD, inputs), cache, keys
+        return self._out(o_TD if gate_TD is None else _gated(o_TD, gate_TD), inputs), cache, keys
 
-    def _out(self, o_TD: jax.Array, gate_TD: jax.Array | None, inputs: LayerInputs) -> jax.Array:
-        o_TD = o_TD if gate_TD is None else _gated(o_TD, gate_TD)
-        return times(getattr(self, self.spec.out)(o_TD, inputs.lora, site=self.sites[1]), self.spec.out_factor)
+    def _out(self, o_TD: jax.Array, inputs: LayerInputs) -> jax.Array:
+        y_TD = times(getattr(self, self.spec.out)(o_TD, inputs.lora, site=self.sites[1]), self.spec.out_factor)
+        return added_up(y_TD) if self.parted else y_TD
 
     def _heads(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Returns q, k and v by head, normalised and rotated, and the gates of a gated attention."""
-        x_TD = times(x_TD, self.spec.in_factor)
+        x_TD = times(self._entered(x_TD), self.spec.in_factor)
         projections = [getattr(self, name) for name in self.inputs]
         q, k, v = self._split(lora_siblings(x_TD, projections, inputs.lora, site=self.sites[0]))
         q, gate_TD = self._split_gate(q)
@@ -130,13 +133,17 @@ class SelfAttention(nnx.Module):
 
     def _queries(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array | None]:
         """Like `_heads`, without keys and values."""
-        q, gate_TD = self._split_gate(self.q_proj(times(x_TD, self.spec.in_factor), inputs.lora, site=self.sites[0]))
+        x_TD = times(self._entered(x_TD), self.spec.in_factor)
+        q, gate_TD = self._split_gate(self.q_proj(x_TD, inputs.lora, site=self.sites[0]))
         q = q.reshape(len(q), -1, self.spec.head_dim)
         if self.q_norm is not None:
             q = self.q_norm(checkpoint_name(q, "qk_in"))
         if self.rope is not None:
             q = self._turn(q, inputs)
         return q, gate_TD
+
+    def _entered(self, x_TD: jax.Array) -> jax.Array:
+        return copied(x_TD) if self.parted else x_TD
 
     def _turn(self, x_THC: jax.Array, inputs: LayerInputs) -> jax.Array:
         assert self.rope is not None

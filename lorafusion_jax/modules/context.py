@@ -186,6 +186,20 @@ class LoRAContext:
             self, tile_adapter=jnp.where(is_at_place.any(1), jnp.argmax(is_at_place, 1), -1).astype(jnp.int32)
         )
 
+    def of_tiles(self, tiles: slice) -> LoRAContext:
+        """Returns the context of consecutive tiles of a microbatch. Needs row keys.
+
+        >>> specs = [AdapterSpec(name="law", rank=8, alpha=16), AdapterSpec(name="med", rank=4, alpha=4)]
+        >>> LoRAContext.of(specs, [0, 1, 1, -1]).of_tiles(slice(1, 3)).tile_adapter.tolist()
+        [1, 1]
+        """
+        assert self.draw is None, "packed rows have keys of their own"
+        dropout = self.dropout
+        if dropout is not None:
+            tile = len(dropout.row_key) // len(self.tile_adapter)
+            dropout = replace(dropout, row_key=dropout.row_key[tile * tiles.start : tile * tiles.stop])
+        return replace(self, tile_adapter=self.tile_adapter[tiles], dropout=dropout)
+
     def at_layer(self, layer: int | Int[Array, ""]) -> LoRAContext:
         """Returns the context for one layer: every layer draws its own dropout."""
         return replace(self, layer=layer)

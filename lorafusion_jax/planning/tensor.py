@@ -19,7 +19,10 @@ def tensor_problems(config: JobConfig, model: ModelConfig) -> list[LoraFusionErr
     """Returns why `mesh.tensor` devices cannot share the layers of a job; empty if they can."""
     tensor = config.mesh.tensor
     if tensor == 1:
-        return []
+        parts = config.train.parts
+        message = f"train.parts={parts} has no effect on devices that compute whole layers."
+        fix = "train.parts: 1, or mesh.tensor: 2"
+        return [] if parts == 1 else [ConfigError("train.parts", message, fix=fix)]
     problems = list(dict.fromkeys(problem for layer in model.kinds for problem in _of_layer(layer, tensor)))
     problems += [] if problems else _odd_sizes(model, tensor)
     errors = [

@@ -27,7 +27,7 @@ from lorafusion_jax.session.layer_operands import LayerOperands, scaled
 from lorafusion_jax.session.leaves import LAYERS, Leaves
 from lorafusion_jax.session.parts import Carried
 from lorafusion_jax.session.stage_columns import Position
-from lorafusion_jax.session.stage_jit import DEVICES, REPLICATED, ROWS, jit_on_stage, row_of_device
+from lorafusion_jax.session.stage_jit import DEVICES, REPLICATED, ROWS, hidden_sums, jit_on_stage, row_of_device
 from lorafusion_jax.session.stage_weights import StoredWeights, Weights, layer_kind
 from lorafusion_jax.weights.table import KINDS as STORED_KINDS
 from lorafusion_jax.weights.table import NONE
@@ -121,6 +121,7 @@ class LayerPrograms:
         self.inputs_without_dropout = jit(partial(self._inputs, dropout=False), (ROWS,), ROWS)
         kernels = {} if self._parts.settings.implementation == "xla" else compiler_options()
         block = (operands.specs_of_block, REPLICATED, REPLICATED, ROWS, ROWS)
+        kernels |= hidden_sums(self._parts.settings.parts if operands.stage.tensor > 1 else 1)
         layers = partial(jit, options=kernels, identity=self._identity())
         self.forward = layers(self._forward, block, (ROWS, DEVICES))
         backward = partial(layers, self._backward, (*block, DEVICES, ROWS, DEVICES), (ROWS, DEVICES))

@@ -94,6 +94,7 @@ class Parts:
                 dtype=self.dtype,
                 prepared=True,
                 parted=self.tensor > 1,
+                parts=self.settings.parts if self.tensor > 1 else 1,
             )
             shapes = nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(0)))
             of_adapters = nnx.filterlib.Any(nnx.LoRAParam, LoRAConstant)

@@ -20,11 +20,12 @@ from lorafusion_jax.session.mesh import AXES, REPLICAS, StageMesh
 
 ROWS, DEVICES, REPLICATED = P(REPLICAS), P(AXES), P()
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
+TOGETHER = "xla_gpu_all_reduce_combine_threshold_bytes"
 
 
 def jit_on_stage(
     stage: StageMesh, function: Callable, in_specs: tuple, out_specs: Any, *,
-    donate: tuple[int, ...] = (), options: dict[str, bool] | None = None, identity: str | None = None,
+    donate: tuple[int, ...] = (), options: dict[str, bool | int] | None = None, identity: str | None = None,
 ) -> Any:  # fmt: skip
     """Compiles a function of a stage.
 
@@ -52,6 +53,15 @@ def jit_on_stage(
 def hidden_gathers(fsdp: int) -> dict[str, bool]:
     """Returns the XLA option that overlaps gathering weights with compute, with fsdp. XLA_FLAGS takes precedence."""
     return {OVERLAP: True} if fsdp > 1 and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
+
+
+def hidden_sums(parts: int) -> dict[str, bool | int]:
+    """Returns the XLA options that overlap the sums of one part of the rows with the products of others.
+
+    All-reduces of two parts are not made one. XLA_FLAGS takes precedence.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in {OVERLAP: True, TOGETHER: 0}.items() if parts > 1 and name not in flags}
 
 
 def split_axis(spec: P) -> int | None:

@@ -19,6 +19,7 @@ MAY_CHANGE = (
     "mesh.layers",
     "train.remat",
     "train.block_layers",
+    "train.parts",
     "train.on_failed",
     "base.cache_quantized",
     "save",

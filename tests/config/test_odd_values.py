@@ -69,6 +69,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "early_stop.min_delta": NOT_NEGATIVE,
     "train.max_steps": (*COUNTS, None),
     "train.block_layers": (*COUNTS, None),
+    "train.parts": (1, 2, 4.0),
     "train.implementation": (None,),
     "train.attention": (None,),
     "train.loss_chunk": (2**31 - 1,),

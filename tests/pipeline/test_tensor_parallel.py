@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from mixed import assert_equal, read_trained, write_mixed_job
 from more_cases import nightly
 from safetensors.numpy import load_file, save_file
@@ -21,7 +23,10 @@ from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.errors import ConfigError, ErrorList
 from lorafusion_jax.layout.extent import Extent
-from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.models import ModelConfig, Segments
+from lorafusion_jax.models.forward import layer_inputs
+from lorafusion_jax.models.layer import DecoderLayer
+from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.planning.memory import MemoryProblem, kept_per_layer, stage_memory
 from lorafusion_jax.planning.tensor import tensor_problems
@@ -62,16 +67,16 @@ def bases(tmp_path_factory, make_base):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, bases, kept_programs):
-    """trained(base, mesh, names) → folder of a run, trained once."""
+    """trained(base, mesh, names, row_parts) → folder of a run, trained once."""
     done = {}
 
-    def run(base: str, mesh: dict, names=NAMES):
-        key = str((base, mesh, names))
+    def run(base: str, mesh: dict, names=NAMES, row_parts: int = 1):
+        key = str((base, mesh, names, row_parts))
         if key not in done:
             folder = tmp_path_factory.mktemp("run")
             job = write_mixed_job(folder, bases(base), names, names[:1], mesh=mesh)
             four = (FOUR,) if base == "biases" and "med" in names else ()
-            assert train(load_config(job, four), folder / "run").exit_code == 0
+            assert train(load_config(job, (*four, f"train.parts={row_parts}")), folder / "run").exit_code == 0
             done[key] = folder / "run"
         return done[key]
 
@@ -106,6 +111,12 @@ def test_an_adapter_alone_is_what_it_is_beside_another(trained):
     assert_equal(alone, joint.of(("law",)), TOLERANCE)
 
 
+@pytest.mark.nightly
+def test_a_run_in_parts_is_that_of_whole_microbatches(trained):
+    whole, parts = (read_trained(trained("biases", {"tensor": 2}, row_parts=number)) for number in (1, 2))
+    assert_equal(whole, parts, TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("mesh", "overrides"),
     [
@@ -135,17 +146,17 @@ MODEL = ModelConfig(
     head_dim=12,
 )  # fmt: skip
 SPECS = (AdapterSpec(name="law", rank=4, alpha=8, dropout=0.2, targets=("q_proj", "o_proj", "up_proj", "down_proj")),)
-T = 32
+T, TILES = 96, 3
 
 
-def layer_programs(tensor: int, remat: str):
+def layer_programs(tensor: int, remat: str, row_parts: int = 1):
     """Programs of a layer, what forward takes, and the shapes of what it returns and leaves for backward."""
-    parts = Parts(model=MODEL, specs=SPECS, settings=TrainSettings(), dtype=jnp.float32, tensor=tensor)
+    parts = Parts(model=MODEL, specs=SPECS, settings=TrainSettings(parts=row_parts), dtype=jnp.float32, tensor=tensor)
     programs = StagePrograms(parts, stage_meshes(tensor=tensor)[0], Extent(0, 2), remat)
     shape = jax.ShapeDtypeStruct
     frozen = {name: shape(size, jnp.float32) for name, size in MODEL.layer(0).frozen_shapes().items()}
     lora = {name: shape(size, jnp.float32) for name, size in parts.leaves.lora_shapes(1).items()}
-    sizes = {"segment_offsets": 2, "segment_lengths": 1, "tile_adapter": 1, "adapters": 1}
+    sizes = {"segment_offsets": 2, "segment_lengths": 1, "tile_adapter": TILES, "adapters": 1}
     kinds = {"row_key": np.uint32, "weights": np.float32}
     needed = [name for name in Microbatch._fields if name not in Microbatch._field_defaults]
     batch = Microbatch(**{name: shape((1, sizes.get(name, T)), kinds.get(name, np.int32)) for name in needed})
@@ -155,20 +166,83 @@ def layer_programs(tensor: int, remat: str):
     return programs.layers, block, *jax.eval_shape(programs.layers.forward, *block)
 
 
-def compiled_passes(tensor: int, remat: str) -> list[str]:
-    """HLO of a layer's forward and backward programs."""
-    layers, block, y, kept = layer_programs(tensor, remat)
+def compiled_passes(tensor: int, remat: str, row_parts: int = 1) -> list[Any]:
+    """A layer's forward and backward programs."""
+    layers, block, y, kept = layer_programs(tensor, remat, row_parts)
     sums = {name: jax.ShapeDtypeStruct((tensor, *leaf.shape), leaf.dtype) for name, leaf in block[1].items()}
     lowered = layers.forward.lower(*block), layers.backward.lower(*block, kept, y, sums)
-    return [program.compile().as_text() for program in lowered]
+    return [program.compile() for program in lowered]
 
 
 @pytest.mark.parametrize("remat", ["gemm_inputs", nightly("everything")])
 def test_a_pass_of_a_layer_has_two_sums_of_activations_and_sends_nothing_else(remat):
     """Megatron's count: no weight, no gradient of an adapter and no whole input of a projection is sent."""
     sends = r"= \(?\w+\[([\d,]*)\]\S* (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-    for text in compiled_passes(2, remat):
-        assert re.findall(sends, text) == [(f"{T},{MODEL.hidden_size}", "all-reduce")] * 2
+    for program in compiled_passes(2, remat):
+        assert re.findall(sends, program.as_text()) == [(f"{T},{MODEL.hidden_size}", "all-reduce")] * 2
+
+
+def test_sums_of_a_part_and_products_of_another_do_not_wait_for_each_other():
+    for parts in (1, 2):
+        layers, block, *_ = layer_programs(2, "gemm_inputs", parts)
+        beside = products_beside_sums(layers.forward.lower(*block).compiler_ir("hlo").as_hlo_text())
+        assert len(beside) == 2 * parts
+        assert all((count > 0) == (parts > 1) for count in beside), beside
+
+
+def products_beside_sums(hlo: str) -> list[int]:
+    """Of each all-reduce of a program's HLO: how many products neither lead to it nor follow from it."""
+    computations = {head.split()[-1]: body for head, body in re.findall(r"^([^\n]*\S) \{\n(.*?)^\}", hlo, re.M | re.S)}
+    multiply: set[str] = set()
+    while (
+        more := {
+            name
+            for name, body in computations.items()
+            if " dot(" in body or multiply & {*re.findall(r"\w[\w.-]*", body)}
+        }
+        - multiply
+    ):
+        multiply |= more
+    body = next(body for body in computations.values() if " all-reduce(" in body)
+    leads: dict[str, set[str]] = {}  # all that an instruction follows from
+    sums, products = [], []
+    for line in body.splitlines():
+        name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
+        words = {*re.findall(r"\w[\w.-]*", rest)}
+        leads[name] = {name}.union(*(leads[word] for word in words & leads.keys()))
+        if " all-reduce(" in rest:
+            sums.append(name)
+        elif " dot(" in rest or words & multiply:
+            products.append(name)
+    return [sum(one not in leads[other] and other not in leads[one] for other in products) for one in sums]
+
+
+def test_parts_of_the_rows_give_what_all_rows_give():
+    """Cut between unequal tiles, inside a sample: every row has its own adapter, dropout and rotation."""
+    draw = np.random.default_rng(2)
+    x, direction = (jnp.asarray(draw.normal(size=(T, MODEL.hidden_size)), jnp.float32) for _ in range(2))
+    specs = [
+        AdapterSpec(name=name, rank=2, alpha=2, dropout=0.2, targets=targets)
+        for name, targets in (("law", ("q_proj", "down_proj")), ("med", ("o_proj", "down_proj")))
+    ]
+    lora = LoRAContext.of(specs, [0, 1, 0], row_key=jnp.asarray(draw.integers(0, 2**32, T), jnp.uint32))
+    inputs = layer_inputs(MODEL, np.r_[0:57, 0:39], Segments.from_lengths([57, 39], T), lora).at_layer(0)
+
+    def run(parts: int):
+        layer = DecoderLayer(MODEL, specs, dtype=jnp.float32, rngs=nnx.Rngs(0), parts=parts)
+        graph, leaves, others = nnx.split(layer, nnx.LoRAParam, ...)
+        bits = np.random.default_rng(3)
+        leaves = jax.tree.map(lambda leaf: jnp.asarray(bits.normal(size=leaf.shape, scale=0.2), leaf.dtype), leaves)
+
+        def total(leaves, x):
+            y = nnx.merge(graph, leaves, others)(x, inputs)
+            return jnp.sum(y * direction), y
+
+        return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(leaves, x)
+
+    parts, whole = (jax.tree.leaves(run(number)) for number in (2, 1))
+    for ours, theirs in zip(parts, whole, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(np.abs(theirs).max()))
 
 
 def test_a_device_keeps_and_stores_what_is_predicted():
@@ -223,6 +297,7 @@ REFUSED = {  # what is wrong, the key and value of the job, the base's fields, w
     "a bias": ({"lora": {"lora_bias": True}}, {}, 2, "tax: it cannot split lora.lora_bias"),
     "tokens": ({"lora": {"trainable_tokens": [3]}}, {}, 2, "tax: it cannot split lora.trainable_tokens"),
     "texts": ({"train": {"samples": 1}}, {}, 2, "makes no text during training"),
+    "parts": ({"train": {"parts": 2}}, {}, 1, "train.parts=2 has no effect on devices that compute whole layers"),
 }
 
 
@@ -233,7 +308,7 @@ def test_what_cannot_be_split_is_refused_by_name(sections, fields, tensor, says,
     (tmp_path / "jobs.yaml").write_text(json.dumps(job | {"mesh": {"tensor": tensor}} | _merged(job, sections)))
     model = ModelConfig(**_fields(MODEL) | fields)
     problems = tensor_problems(load_config(tmp_path / "jobs.yaml", ()), model)
-    assert {problem.code for problem in problems} == {"mesh.tensor"}
+    assert {problem.code for problem in problems} == {"mesh.tensor" if tensor > 1 else "train.parts"}
     assert any(says in str(problem) for problem in problems), problems
     assert all(problem.fix for problem in problems)
 
