@@ -98,10 +98,15 @@ def _wrong_functions(kind: AdapterKind) -> str:
     started = [] if kind.start is None else list(kind.start(_kernel(SMALL, np), tensors, _sizes(SMALL, np)))
     if unknown := set(started) - tensors.keys():
         return f"start returns {', '.join(sorted(unknown))}, and the kind has {', '.join(tensors)}"
-    wrong = _wrong_shapes(kind, SMALL, np, tensors) or _wrong_shapes(kind, SMALL, jnp)
-    if wrong or _pads_with_zeros(kind, tensors):
+    if wrong := _wrong_shapes(kind, SMALL, np, tensors) or _wrong_shapes(kind, SMALL, jnp):
         return wrong
-    return "what is zero beyond an adapter's rank does not give zeros in A and B"
+    if not _pads_with_zeros(kind, tensors):
+        return "what is zero beyond an adapter's rank does not give zeros in A and B"
+    w_KN = np.random.default_rng(1).random(SMALL[:2], np.float32)
+    changed = {name: tensor + np.float32(1) for name, tensor in tensors.items()}  # B starts at zero
+    merged, by_formula = (merge(w_KN, changed, _sizes(SMALL, np)) for merge in (kind.merge, kind.merge_by_formula))
+    same = np.shape(merged) == w_KN.shape and np.allclose(merged, by_formula, rtol=1e-4, atol=1e-4)
+    return "" if same else "fold merges other weights than column_scale and low_rank compute"
 
 
 def _wrong_shapes(kind: AdapterKind, size: Size, library: Any, tensors: dict[str, Any] | None = None) -> str:

@@ -173,10 +173,12 @@ class AdapterKind:
         shift: (tensors, sizes) → [N], added to the columns of y. None: nothing is compiled. It is merged into a base
             whose projections have biases.
         start: (kernel, tensors, sizes) → the tensors whose initial values depend on the frozen kernel.
-        fold: (kernel, tensors, sizes) → the kernel with the adapter merged into it. None: f · (kernel + scale · A B).
+        fold: (kernel, tensors, sizes) → the kernel with the adapter merged into it, f · (kernel + scale · A B), where
+            there is a better way to compute it. None: by the formula.
         scaled: names of the leaves by which the low-rank product is multiplied if all of them are: B of LoRA. Kinds
             that name none have the same rank and alpha in all projections.
-        scale: (alpha, rank, rslora) → factor of the low-rank product (None: alpha / r, or alpha / sqrt(r)).
+        scale: (alpha, rank, rslora) → factor of the low-rank product, or a number, if alpha means nothing. None:
+            alpha / r, or alpha / sqrt(r).
         peft: what adapter_config.json says of this kind, e.g. {"use_dora": True}; all leaves need their `peft_name`.
             None: PEFT has no such kind. Its folders hold LoRA, which is exact without `column_scale`; with one they
             hold its own tensors, which only this program reads and can merge. A function of the specification stands
@@ -202,7 +204,7 @@ class AdapterKind:
     start: Callable[[Any, Tensors, Sizes], Tensors] | None = None
     fold: Callable[[Any, Tensors, Sizes], Any] | None = None
     scaled: tuple[str, ...] = ()
-    scale: Callable[[float, int, bool], float] | None = None
+    scale: Callable[[float, int, bool], float] | float | None = None
     peft: Mapping[str, Any] | None = None
     dropout: bool = True
     splits: bool = False
@@ -229,8 +231,7 @@ class AdapterKind:
     @property
     def alpha_matters(self) -> bool:
         """Whether alpha and rslora change the factor of the low-rank product, so that a folder must say them."""
-        scale = self.scale
-        return scale is None or len({scale(alpha, 2, rslora) for alpha in (2.0, 6.0) for rslora in (False, True)}) > 1
+        return self.scale is None or callable(self.scale)
 
     def with_form(self, name: str) -> AdapterKind:
         """The kind with names for the tensors of its folders, where PEFT has neither the kind nor the same as LoRA."""
@@ -298,9 +299,11 @@ class AdapterKind:
         return self.column_scale(kernel, tensors, sizes)
 
     def merge(self, kernel: Any, tensors: Tensors, sizes: Sizes) -> Any:
-        """Merges one adapter into a kernel [K, N]: f · (W + scale · A B), or what `fold` says."""
-        if self.fold is not None:
-            return self.fold(kernel, tensors, sizes)
+        """Merges one adapter into a kernel [K, N]."""
+        return (self.fold or self.merge_by_formula)(kernel, tensors, sizes)
+
+    def merge_by_formula(self, kernel: Any, tensors: Tensors, sizes: Sizes) -> Any:
+        """f · (W + scale · A B), what a projection computes."""
         a_KC, b_CN = self.low_rank(tensors, sizes)
         merged = kernel + sizes.scale * (a_KC @ b_CN)
         return merged if self.column_scale is None else merged * self.factors(kernel, tensors, sizes)

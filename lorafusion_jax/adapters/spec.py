@@ -116,9 +116,10 @@ class AdapterSpec:
         return self._scale(self.alpha, self.rank if self.patterns is None else self.patterns.rank)
 
     def _scale(self, alpha: float, rank: int) -> float:
-        if (scale := adapter_kind(self.kind).scale) is not None:
-            return scale(alpha, rank, self.rslora)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
+        scale = adapter_kind(self.kind).scale
+        if scale is None:
+            return alpha / (math.sqrt(rank) if self.rslora else rank)
+        return scale(alpha, rank, self.rslora) if callable(scale) else scale
 
     @property
     def _differs(self) -> bool:

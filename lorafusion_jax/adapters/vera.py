@@ -39,7 +39,7 @@ VERA = AdapterKind(
         tensors["vera_a"] * tensors["vera_lambda_d"],
         tensors["vera_b"] * tensors["vera_lambda_b"],
     ),
-    scale=lambda alpha, rank, rslora: 1.0,
+    scale=1.0,
     peft={
         "peft_type": "VERA",
         "save_projection": True,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -202,6 +202,8 @@ def as_exported(
     folded: Arrays = {path: arrays[path] for path in (HEAD, TOKENS) if path in arrays}
     for path, shape in sizes.items():
         a_KC, b_CN = kind.low_rank(*tensors_at(spec, arrays, path, shape))
+        factor = spec.scale_at(path) / exported.scale_at(path)
+        b_CN = b_CN if math.isclose(factor, 1, rel_tol=1e-12) else b_CN * np.float32(factor)
         folded[path] = np.asarray(a_KC, np.float32), np.asarray(b_CN, np.float32)
     return exported, folded
 
@@ -226,9 +228,26 @@ def exported_spec(spec: AdapterSpec) -> AdapterSpec:
         return spec
     if not kind.exportable:
         raise CheckpointError("peft.kind", f"{spec.name}: an adapter of kind {spec.kind} has no form in PEFT.")
-    alpha = spec.scale * (math.sqrt(spec.columns) if spec.rslora else spec.columns)
-    same = kind.scale is None and spec.columns == spec.rank
-    return dataclasses.replace(spec, kind=PLAIN, rank=spec.columns, alpha=spec.alpha if same else alpha)
+    times = kind.columns
+    if kind.scale is None:
+        factor = math.sqrt(times) if spec.rslora else times
+        return _with_numbers(spec, times, spec.alpha * factor, lambda alpha: alpha * factor)
+    rank = times * (spec.rank if spec.patterns is None else spec.patterns.rank)
+    return _with_numbers(spec, times, spec.scale * (math.sqrt(rank) if spec.rslora else rank))
+
+
+def _with_numbers(
+    spec: AdapterSpec, times: int, alpha: float, alpha_of: Callable[[float], float] | None = None
+) -> AdapterSpec:
+    """The adapter as LoRA of `times` its ranks. Without `alpha_of`, projections have no alphas of their own."""
+    patterns = spec.patterns and dataclasses.replace(
+        spec.patterns,
+        rank=times * spec.patterns.rank,
+        alpha=alpha,
+        ranks=tuple((name, times * rank) for name, rank in spec.patterns.ranks),
+        alphas=tuple((name, alpha_of(number)) for name, number in spec.patterns.alphas) if alpha_of else (),
+    )
+    return dataclasses.replace(spec, kind=PLAIN, rank=times * spec.rank, alpha=alpha, patterns=patterns)
 
 
 def tensors_at(

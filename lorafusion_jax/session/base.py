@@ -187,7 +187,8 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
         sizes_of.setdefault(spec.kind, {}).update(dict.fromkeys((*shape, spec.rank) for shape in shapes))
     for kind, shapes_of_kind in sizes_of.items():
         check_kind(kind, shapes_of_kind)
-        check_folder_of(kind)
+    for kind, rslora in dict.fromkeys((spec.kind, spec.rslora) for spec in adapter_specs(config)):
+        check_folder_of(kind, rslora=rslora)
     longest = max(int(longest_texts(prepared.adapters[adapter.name].train).max()) for adapter in config.adapters)
     model.check_length(longest, where=str(directory))
 

@@ -13,14 +13,18 @@ from flax import nnx
 
 from lorafusion_jax.adapters.check import check_kind
 from lorafusion_jax.adapters.dora import DORA
-from lorafusion_jax.adapters.kind import Sizes
+from lorafusion_jax.adapters.kind import AdapterKind, Leaf, Sizes
+from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.pissa import PISSA
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.adapters.table import KINDS
+from lorafusion_jax.adapters.table import KINDS, adapter_kind
 from lorafusion_jax.adapters.tokens import LEAVES as TOKEN_ROWS
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.lora import LoRALinear
 from lorafusion_jax.objective.table import OBJECTIVES
+from lorafusion_jax.peft.folder import check_folder_of, read_described, write_adapter
+from lorafusion_jax.peft.leaves import as_exported, tensors_at
 from pallas_kernels.dropout import inverse_keep, keep_mask
 
 RNG = np.random.default_rng(0)
@@ -31,6 +35,93 @@ SIZES = Sizes(K=12, N=10, R=3, scale=np.float32(2.0), np=jnp)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_kinds_keep_their_contract(name):
     check_kind(name)
+    for rslora in (False, True):
+        check_folder_of(name, rslora=rslora)
+
+
+def zeros(draw, shape):
+    return np.zeros(shape, np.float32)
+
+
+DOWN, UP = Leaf(name="down", axes=("K", "R"), init=zeros), Leaf(name="up", axes=("R", "N"), init=zeros)
+STEEP, RISE = Leaf(name="steep", axes=("K", "R"), init=zeros), Leaf(name="rise", axes=("R", "N"), init=zeros)
+TINT = Leaf(name="tint", axes=("N",), init=zeros)
+
+
+def one_pair(tensors, sizes):
+    return tensors["down"], tensors["up"]
+
+
+def two_pairs(tensors, sizes):
+    join = lambda axis, *names: sizes.np.stack([tensors[name] for name in names], axis)  # noqa: E731
+    a, b = join(2, "down", "steep"), join(1, "up", "rise")
+    return a.reshape(sizes.K, 2 * sizes.R), b.reshape(2 * sizes.R, sizes.N)
+
+
+PAIR = {"leaves": (DOWN, UP), "low_rank": one_pair, "scaled": ("up",)}
+TINTED = PAIR | {"leaves": (DOWN, UP, TINT), "column_scale": lambda kernel, tensors, sizes: 1 + tensors["tint"]}
+NAMED = PAIR | {"leaves": tuple(replace(leaf, peft_name=f"{leaf.name}.weight") for leaf in (DOWN, UP))}
+FOREIGN = {  # kinds of others, with what their scale may be
+    "alpha alone": PAIR | {"scale": lambda alpha, rank, rslora: alpha / 4},
+    "alpha from 10": NAMED | {"scale": lambda alpha, rank, rslora: max(alpha, 10.0), "peft": {"peft_type": "TEN"}},
+    "a number": PAIR | {"scale": 0.25},
+    "two pairs": {"leaves": (DOWN, UP, STEEP, RISE), "low_rank": two_pairs, "columns": 2, "scaled": ("up", "rise")},
+    "two pairs, alpha alone": {
+        "leaves": (DOWN, UP, STEEP, RISE), "low_rank": two_pairs, "columns": 2, "scaled": ("up", "rise"),
+        "scale": lambda alpha, rank, rslora: alpha if rslora else alpha / 3,
+    },
+    "tinted": TINTED,
+    "tinted, squared": TINTED | {"scale": lambda alpha, rank, rslora: alpha * alpha / rank},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_leaves_a_run_has_the_scale_of_each_projection(name, rslora, tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, name, AdapterKind(**FOREIGN[name]))
+    check_kind(name)
+    check_folder_of(name, rslora=rslora)
+    patterns = Patterns(rank=3, alpha=20, ranks=(("k_proj", 1),), alphas=((r"1\.self_attn\.\w_proj", 50),))
+    spec = AdapterSpec(name="law", rank=3, alpha=20, rslora=rslora, targets=("k_proj", "o_proj"), kind=name,
+                       patterns=patterns)  # fmt: skip
+    kind, draw = adapter_kind(name), np.random.default_rng(3).random
+    paths = [f"layers.{layer}.self_attn.{target}" for layer in range(2) for target in spec.targets]
+    sizes = {path: {"K": 5, "N": 4, "R": spec.rank_at(path)} for path in paths}
+    arrays = {path: tuple(draw(leaf.shape_in(sizes[path]), np.float32) for leaf in kind.leaves) for path in paths}
+    exported, tensors = as_exported(spec, arrays)
+    described, tensors = read_described(write_adapter(tensors, exported, "base", tmp_path / "law"), exported.kind)
+    for path in paths:
+        a, b = (np.float64(array) for array in kind.low_rank(*tensors_at(spec, arrays, path)))
+        alpha, rank = 50 if path.startswith("layers.1") else 20, 1 if "k_proj" in path else 3
+        scale = FOREIGN[name].get("scale", lambda alpha, rank, rslora: alpha / (rank**0.5 if rslora else rank))
+        want = (scale(alpha, rank, rslora) if callable(scale) else scale) * a @ b
+        if "tinted" in name:
+            want *= 1 + np.float64(arrays[path][2])
+        merged = adapter_kind(exported.kind).merge(0, *tensors_at(described.spec, tensors, path))
+        np.testing.assert_allclose(merged, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("entries", "rslora"),
+    [({"use_rslora": True}, False), ({"use_rslora": False}, True), ({"r": lambda spec: 2 * spec.rank}, True),
+     ({"alpha_pattern": {}}, False), ({"up_dropout": lambda spec: 0.0}, False)],
+    ids=["on", "off", "rank", "patterns", "dropout"],
+)  # fmt: skip
+def test_a_kind_whose_folders_say_another_scale_is_refused(entries, rslora, monkeypatch):
+    monkeypatch.setitem(KINDS, "forced", AdapterKind(**NAMED, peft={"peft_type": "FORCED"} | entries))
+    with pytest.raises(ConfigError, match="do not say all of an adapter"):
+        check_folder_of("forced", rslora=rslora)
+
+
+def test_a_fold_that_merges_something_else_is_refused(monkeypatch):
+    def fold(times):
+        return lambda kernel, tensors, sizes: kernel + times * sizes.scale * tensors["down"] @ tensors["up"]
+
+    monkeypatch.setitem(KINDS, "folded", AdapterKind(**PAIR, fold=fold(1)))
+    check_kind("folded")
+    monkeypatch.setitem(KINDS, "folded", AdapterKind(**PAIR, fold=fold(2)))
+    with pytest.raises(ConfigError, match="fold merges other weights"):
+        check_kind("folded")
 
 
 NO_DECAY = (
