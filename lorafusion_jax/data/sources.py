@@ -10,10 +10,9 @@ import hashlib
 import importlib
 import json
 import os
-import re
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from lorafusion_jax.config.data_sources import GROUP, SOURCES, Source, is_file, named_source
@@ -38,6 +37,7 @@ from lorafusion_jax.data.row_files import (
     without_nulls,
 )
 from lorafusion_jax.data.rows import SHOWN, RawSource, Rows
+from lorafusion_jax.data.set_folder import rows_of
 from lorafusion_jax.errors import DataError, first_few, install_line, raise_all
 from lorafusion_jax.files import PART, make_folder, user_cache
 from lorafusion_jax.plugins import find, known_names, origin
@@ -61,9 +61,6 @@ BINARY = ("parquet", "arrow")
 PROBLEMS = (OSError, EOFError, zlib.error)
 LARGEST_WHOLE = 8 * BLOCK_BYTES  # of unpacked rows that are parsed at once
 SHOWN_NAME = 100  # characters
-DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of a set, no rows
-CACHED = re.compile(r"cache-.*\.arrow$")  # what datasets computed from the rows
-SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")  # begins the name of a file or a folder
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -114,7 +111,7 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
     """Returns the files of a folder or a glob, by name; a file or a data set of the hub is the only one.
 
     Raises:
-        DataError: data.missing-file, no file of rows is there; data.splits, a folder holds several splits of a set.
+        DataError: data.missing-file, no file of rows is there; data.splits, a folder holds several sets of files.
     """
     path = base_dir / source
     if not is_file(source) or not _is_file_name(path) or path.is_file():
@@ -132,43 +129,10 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
         key=lambda file: file.as_posix(),
     )
     if path.is_dir():
-        paths = [file for file in paths if file.name not in DESCRIPTIONS and not CACHED.match(file.name)]
-        _check_splits(source, path, paths)
+        paths = rows_of(source, path, paths)
     if not paths:
         raise DataError("data.missing-file", f"{message}.", where=str(path), fix="files with " + " ".join(KINDS))
     return [str(file if Path(source).is_absolute() else file.relative_to(base_dir)) for file in paths]
-
-
-def _check_splits(source: str, path: Path, files: Sequence[Path]) -> None:
-    """Checks that a folder has one split: what is held out is never trained on by mistake.
-
-    Raises:
-        DataError: data.splits.
-    """
-    split_of = {file: _split(file.relative_to(path)) for file in files}
-    splits = sorted({split for split in split_of.values() if split is not None})
-    if len(splits) < 2:
-        return
-    example_split = "train" if "train" in splits else splits[0]
-    example = next(file for file in files if split_of[file] == example_split).relative_to(path)
-    suffix = "".join(example.suffixes[-2:]) if packing_of(example) else example.suffix
-    after = example.name[len(example_split)] if SPLIT.match(example.name) else ""
-    name = f"{example_split}{after}*{suffix}" if after in ("-", "_") else f"{example_split}{suffix}"
-    folders = [example_split if SPLIT.match(part) else part for part in example.parts[:-1]]
-    glob_of = "/".join([source.rstrip("/"), *folders, name if after else f"*{suffix}"])
-    raise DataError(
-        "data.splits",
-        f"the folder {source} holds several splits: {', '.join(splits)}.",
-        where=str(path),
-        why="all of its files would be read as one set",
-        fix=f"{glob_of}   names the files of one",
-    )
-
-
-def _split(file: Path) -> str | None:
-    """Returns the split that a file belongs to by its name, or that of a folder around it."""
-    parts = (file.name, *reversed(file.parts[:-1]))
-    return next((match.group(1) for part in parts if (match := SPLIT.match(part))), None)
 
 
 def _is_file_name(path: Path) -> bool:
@@ -354,8 +318,8 @@ class _Table:
 
 
 def _open_named(source: str, name: str, argument: str) -> RawSource:
-    rows_of = find(GROUP, SOURCES, name, Source).rows
-    table = _Table(lambda: plain_rows(source, _given(source, name, lambda: rows_of(argument))))
+    read = find(GROUP, SOURCES, name, Source).rows
+    table = _Table(lambda: plain_rows(source, _given(source, name, lambda: read(argument))))
     content, digest = read_table(table)
     return RawSource(
         name=source, kind="source", content=content, digest=digest, table=table if content is None else None

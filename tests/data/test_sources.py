@@ -297,14 +297,49 @@ def test_files_that_describe_a_set_are_no_rows(tmp_path):
         (["train.jsonl", "validation.jsonl"], "set/train.jsonl"),
         (["train/a.jsonl", "eval/a.jsonl"], "set/train/*.jsonl"),
         (["test_1.jsonl", "validation_1.jsonl"], "set/test_*.jsonl"),
+        (["data/train_gen-00000-of-00001.jsonl", "data/train_sft-00000-of-00001.jsonl"], "set/data/train_gen-*.jsonl"),
+        (["law-train.jsonl", "law-dev.jsonl"], "set/law-train.jsonl"),
+        (["de.TRAINING.1.jsonl", "de.Eval.1.jsonl"], "set/de.TRAINING.1.jsonl"),
+        (["Train/deep/a.jsonl", "Valid/deep/a.jsonl"], "set/Train/deep/*.jsonl"),
+        (["train1.jsonl", "evaluation2.jsonl"], "set/train*.jsonl"),
+        (["snapshots/0a/data/x.jsonl", "snapshots/1b/data/x.jsonl"], "set/snapshots/0a/data/*.jsonl"),
     ],
 )
 def test_a_folder_with_several_splits_is_refused_and_the_fix_works(files, named, tmp_path):
-    hub_folder(tmp_path, *files, "testimony.jsonl")
+    hub_folder(tmp_path, *files, "testimony.jsonl", "retrained_devices.jsonl")
     with pytest.raises(DataError, match=r"data\.splits") as caught:
         expand_source("set", tmp_path)
     assert caught.value.fix.split()[0] == named
     assert expand_source(named, tmp_path) == [f"set/{files[0]}"]
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: plain
+  data_files: [{split: train, path: plain/train-*}, {split: test, path: [plain/test-*]}]
+- {config_name: hard, data_files: "**/hard.jsonl"}
+---
+configs:
+"""
+
+
+@pytest.mark.parametrize(
+    "card", [CARD, CARD.replace("config_name", "name"), "---\nconfigs: [1, {}]\n---\n", "---\n: [\n---\n"]
+)
+def test_a_folder_with_several_configurations_of_a_hub_is_refused(card, tmp_path):
+    hub_folder(tmp_path, "plain/train-0.jsonl", "plain/train-1.jsonl")
+    (tmp_path / "set/README.md").write_text(card)
+    names = ["set/plain/train-0.jsonl", "set/plain/train-1.jsonl"]
+    assert expand_source("set", tmp_path) == names
+    hub_folder(tmp_path, "deep/hard.jsonl")
+    if card != CARD:
+        assert len(expand_source("set", tmp_path)) == 3
+        return
+    with pytest.raises(DataError, match="several configurations: hard, plain") as caught:
+        expand_source("set", tmp_path)
+    assert caught.value.fix.startswith("set/deep/*.jsonl ")
+    assert expand_source("set/plain", tmp_path) == names
 
 
 def write_arrow(path, rows: list[dict], new=pa.ipc.new_stream, batch: int = 1) -> None:
