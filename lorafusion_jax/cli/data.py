@@ -12,11 +12,11 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.data.prepare import load_sources, tokenizer_of
+from lorafusion_jax.data.prepare import load_sources, tokenizer_of, tokenizer_of_base
 from lorafusion_jax.data.preview import render_preview
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
-from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
+from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.report.console import out
 
@@ -46,7 +46,7 @@ def preview(
         raise ConfigError(
             "config.unknown-adapter", f"there is no adapter '{adapter}'.", fix=f"one of: {', '.join(names)}"
         )
-    tokenizer, console = load_tokenizer(base_directory(config)), out()
+    tokenizer, console = tokenizer_of_base(base_directory(config))[0], out()
     sets = {entry.name: _load(config, entry, tokenizer) for entry in config.adapters if adapter in (None, entry.name)}
     if as_json:
         print(json.dumps({name: _numbers(samples, tokenizer, rows) for name, samples in sets.items()}))

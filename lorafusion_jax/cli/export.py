@@ -60,7 +60,7 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], model_t
     Args:
         base: folder or hub name of the base model.
         folders: the exported adapters by name.
-        model_type: of the base as it is published; see `type_of`.
+        model_type: of the base as it is published; see `type_of`. Without it there is no command of vLLM.
 
     >>> commands("org/base", {"law": (AdapterSpec(name="law", rank=12, alpha=24), Path("out/law"))})[0]
     'vllm serve org/base --enable-lora --max-lora-rank 16 --lora-modules law=out/law'
@@ -86,9 +86,19 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], model_t
     return lines
 
 
-def type_of(base: ModelConfig) -> str:
-    """The model type of a base as it is published."""
-    return base.wrapper or base.family
+def type_of(base: ModelConfig | None) -> str:
+    """The model type of a base as it is published; "" of one that is not known."""
+    return "" if base is None else base.wrapper or base.family
+
+
+def base_if_here(config: JobConfig) -> ModelConfig | None:
+    """The base model of a run, if this machine has it: an adapter is delivered without it, too."""
+    try:
+        return ModelConfig.from_hf(base_directory(config))
+    except CheckpointError as problem:
+        if problem.code not in ("model.missing", "model.hub"):
+            raise
+        return None
 
 
 def needs_flag(spec: AdapterSpec, model_type: str) -> bool:
@@ -97,7 +107,7 @@ def needs_flag(spec: AdapterSpec, model_type: str) -> bool:
 
 
 def _in_vllm(spec: AdapterSpec, model_type: str) -> bool:
-    if model_type in WITHOUT_LORA or SPLIT.get(model_type) in spec.targets:
+    if model_type in ("", *WITHOUT_LORA) or SPLIT.get(model_type) in spec.targets:
         return False
     return not spec.on_experts or model_type in (*FUSED_EXPERTS, *FLAGGED_EXPERTS)
 
@@ -176,7 +186,7 @@ def command(
         base = config.base.hub_id or str(config.base.model)
         named = [*sources] if len(sources) <= MOST_LINES else [*sources][:MOST_COMMANDS]
         folders = {name: (specs[name], targets[name]) for name in named}
-        for line in commands(base, folders, type_of(ModelConfig.from_hf(base_directory(config))))[:MOST_COMMANDS]:
+        for line in commands(base, folders, type_of(base_if_here(config)))[:MOST_COMMANDS]:
             console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
     first = next(iter(sources), "")
     if merge:
@@ -221,9 +231,11 @@ class Export:
         with new_folder(self.to) as draft:
             _copy(self.source, draft)
             (draft / SUMS).unlink(missing_ok=True)  # those of the new files are written at the end
-            card, model = draft / "README.md", ModelConfig.from_hf(base_directory(self.config))
+            card, model = draft / "README.md", base_if_here(self.config)
             text = card.read_text("utf-8") + results(self.metrics) if card.is_file() else ""
-            if loads_whole(model.wrapper, scored=self.spec.head is not None and self.spec.head.task == "SEQ_CLS"):
+            if model is not None and loads_whole(
+                model.wrapper, scored=self.spec.head is not None and self.spec.head.task == "SEQ_CLS"
+            ):
                 name_for_multimodal(draft, self.spec.kind, self.spec.head)
                 text = text.replace(auto_class(""), auto_class(model.wrapper))  # of a run of an earlier version
             if card.is_file():
@@ -233,6 +245,12 @@ class Export:
             spec, _ = read_adapter(draft, self.spec.kind, self.spec.head)
         if self.is_brief:
             return
+        if model is None:
+            say(
+                console,
+                f"  {self.config.base.model} is not here: as the run wrote it, without a command of vLLM",
+                "yellow",
+            )
         console.print(f"exported {self.name} (step {step_of(self.source)}): {self.to}", highlight=False, markup=False)
         console.print(
             f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, targets {', '.join(spec.targets)}", highlight=False

@@ -15,10 +15,20 @@ from urllib.parse import urlsplit
 
 import typer
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.cli.common import RunPath, next_command
-from lorafusion_jax.cli.export import EXPERTS_FLAG, EXPERTS_KEY, commands, exported_folder, needs_flag, type_of
+from lorafusion_jax.cli.export import (
+    EXPERTS_FLAG,
+    EXPERTS_KEY,
+    base_if_here,
+    commands,
+    exported_folder,
+    needs_flag,
+    type_of,
+)
+from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import ConfigError, RunError, shortened_text
 from lorafusion_jax.families.model import ModelConfig
@@ -62,8 +72,7 @@ def command(
     config = folder.read_config()
     source = exported_folder(folder, [entry.name for entry in config.adapters], adapter, step)
     spec = exported_spec(adapter_spec(config.adapter(adapter)))
-    # what SGLang does with experts was not tried, so it answers itself
-    model_type = "gpt_oss" if vllm is None else type_of(ModelConfig.from_hf(base_directory(config)))
+    model_type = _type_for_server(config, spec, is_vllm=vllm is not None)
     base, flagged = config.base.hub_id or str(config.base.model), vllm is not None and needs_flag(spec, model_type)
     lines = commands(base, {adapter: (spec, source)}, model_type)
     if not any(line.startswith("vllm") for line in lines):
@@ -84,6 +93,15 @@ def command(
     answer = ask(prompt, max_tokens)
     console.print(f"{prompt!r} → {answer!r}", highlight=False, markup=False, soft_wrap=True)
     next_command(console, f"lorafusion generate {run} {json.dumps(prompt)} --adapter {adapter}")
+
+
+def _type_for_server(config: JobConfig, spec: AdapterSpec, *, is_vllm: bool) -> str:
+    """The base's model type, or one whose adapters are all sent where the server shall answer itself."""
+    if not is_vllm:
+        return "gpt_oss"  # what SGLang does with experts was not tried
+    if spec.on_experts:  # how vLLM takes them depends on it
+        return type_of(ModelConfig.from_hf(base_directory(config)))
+    return type_of(base_if_here(config)) or "llama"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

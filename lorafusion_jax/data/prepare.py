@@ -27,6 +27,7 @@ from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer, with_template
 from lorafusion_jax.errors import ConfigError, DataError, ErrorList, LoraFusionError, raise_all
+from lorafusion_jax.families.model import ModelConfig
 from scheduling.types import MOST_SAMPLES
 
 
@@ -106,8 +107,7 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
     except LoraFusionError as problem:  # without its tokenizer nothing can be read
         raise_all([problem, *missing_files(config)])
         raise
-    tokenizer, model = load_tokenizer(directory), read_shape(directory)
-    tokenizer = dataclasses.replace(tokenizer, positions=None if model is None else model.positions)
+    tokenizer, model = tokenizer_of_base(directory)
     if config.train.samples:
         tokenizer.require()  # rows of tokens need none, the texts of samples do
     errors: list[LoraFusionError] = []
@@ -130,6 +130,12 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
                 break
     raise_all(list({str(error): error for error in errors}.values()))
     return Prepared(tokenizer=tokenizer, adapters=adapters)
+
+
+def tokenizer_of_base(directory: Path) -> tuple[Tokenizer, ModelConfig | None]:
+    """Reads the tokenizer of a base model, which advises no length beyond its positions, and the model's shape."""
+    model = read_shape(directory)
+    return dataclasses.replace(load_tokenizer(directory), positions=None if model is None else model.positions), model
 
 
 def tokenizer_of(adapter: AdapterConfig, tokenizer: Tokenizer) -> Tokenizer:

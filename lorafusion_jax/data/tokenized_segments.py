@@ -71,7 +71,7 @@ def tokenize_segments(
         dropped, too_long = dropped | set(fit.dropped), too_long | set(fit.too_long)
         texts.append(_texts(segments[index], encoded[index], places[index], adapter))
     if not kept:
-        raise _none_left(rows, adapter, settings)
+        raise _none_left(rows, adapter, settings, tokenizer.positions)
     longest = [max(len(segment[number].tokens) for segment in texts) for number in range(len(samples))]
     order = sorted(kept)
     parts = [[segment[number].cut(settings.max_length) for segment in texts] for number in order]
@@ -282,11 +282,13 @@ def _bad_texts(rows: Rows, bad: list[tuple[int, str]], adapter: str) -> DataErro
     )
 
 
-def _none_left(rows: Rows, adapter: str, settings: DataSettings) -> DataError:
+def _none_left(rows: Rows, adapter: str, settings: DataSettings, positions: int | None) -> DataError:
     return DataError(
         "data.too-long",
         f"{adapter}: no sample is left, each has a text that is too long or without an answer.",
         where=rows.source,
         why=f"data.max_length is {settings.max_length}",
-        fix="a larger data.max_length",
+        fix="a larger data.max_length"
+        if positions is None or settings.max_length < positions
+        else f"shorter texts: the model has {positions} positions",
     )

@@ -194,3 +194,15 @@ def test_the_length_that_is_suggested_is_one_that_the_model_takes(
     assert {int(length): why for length, why in pairs} == suggested
     for length in suggested:
         assert lorafusion("check", own_job.path, f"data.max_length={length}", "batch.capacity_tokens=256").code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "positions"), [(("check",), 64), (("data", "preview"), 64), (("data", "preview"), 200)]
+)
+def test_errors_advise_no_length_beyond_the_positions(lorafusion, own_job, own_base, command, positions):
+    change_config(own_base, max_position_embeddings=positions)
+    write_rows_to(own_job.folder / "law.jsonl", [{"text": "cat " * 90}])
+    outcome = lorafusion(*command, own_job.write(), "data.max_length=16", "data.on_long=error")
+    assert outcome.errors[0] == "data.too-long"
+    assert ("the model has 64 positions" in outcome.err) is (positions == 64)
+    assert ("data.max_length: 200" in outcome.err) is (positions == 200)
