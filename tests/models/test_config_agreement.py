@@ -135,6 +135,43 @@ def test_equal_spellings_are_read_as_one(family, twice, once):
     assert ModelConfig.from_hf(DEFAULTS[family] | twice) == ModelConfig.from_hf(DEFAULTS[family] | once)
 
 
+LOCAL, OF_N, BLOCKS, TIED = "num_local_experts", "n_routed_experts", "layers_block_type", "tie_word_embeddings"
+SECOND = {  # family → second spellings that transformers 5.23 reads there
+    "mixtral": {"num_experts": LOCAL}, "gpt_oss": {"num_experts": LOCAL}, "qwen3_moe": {"num_experts": LOCAL},
+    "minimax_m2": {"num_experts": LOCAL}, "olmoe": {LOCAL: "num_experts"}, "lfm2_moe": {"tie_embedding": TIED},
+    "lfm2": {"tie_embedding": TIED, "block_ff_dim": "intermediate_size"}, "granitemoehybrid": {BLOCKS: "layer_types"},
+    "nemotron_h": {
+        "layer_types": BLOCKS, LOCAL: OF_N, "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel",
+        "mamba_expand": "expand", "mamba_conv_bias": "use_conv_bias", "mamba_dt_min": "time_step_min",
+    },
+    "deepseek_v2": {"num_experts": OF_N, LOCAL: OF_N}, "deepseek_v3": {LOCAL: OF_N, "num_experts": OF_N},
+    "deepseek_v32": {LOCAL: OF_N, "num_experts": OF_N}, "glm_moe_dsa": {LOCAL: OF_N, "num_experts": OF_N},
+    "glm4_moe": {LOCAL: OF_N, "num_experts": OF_N}, "glm4_moe_lite": {LOCAL: OF_N, "head_dim": "qk_rope_head_dim"},
+    "dots1": {LOCAL: OF_N}, "mistral4": {LOCAL: OF_N},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SECOND)
+def test_a_second_spelling_is_the_first_or_refused(family):
+    saved = DEFAULTS[family]
+    config = ModelConfig.from_hf(saved)
+    for key, first in SECOND[family].items():
+        value = saved[first]
+        other = not value if isinstance(value, bool) else 2 * value if isinstance(value, int | float) else value[::-1]
+        without = {name: kept for name, kept in saved.items() if name != first}
+        assert reading(saved | {key: value}) in (config, None), key
+        assert reading(without | {key: value}) in (config, None), key
+        assert reading(saved | {key: other}) is None, key
+        assert reading(without | {key: other}) in (reading(saved | {first: other}), None), key
+
+
+def reading(raw) -> ModelConfig | None:
+    try:
+        return ModelConfig.from_hf(raw)
+    except CheckpointError:
+        return None
+
+
 @pytest.mark.parametrize(("family", "keys", "words"), [
     ("gemma3_text", {"rope_parameters": PLAIN}, "rope_parameters of all layers together"),
     ("olmo3", {"rope_parameters": YARN}, "rope_parameters of all layers together"),
