@@ -253,7 +253,7 @@ def _with_numbers(
 def tensors_at(
     spec: AdapterSpec, arrays: Arrays, path: str, shape: tuple[int, int] | None = None
 ) -> tuple[dict[str, np.ndarray], Sizes]:
-    """Returns the tensors of a projection by name, shared ones cut to its sizes, and the sizes.
+    """Returns the tensors of a projection by name, shared ones cut to its sizes and rank, and the sizes.
 
     Args:
         shape: K and N (None: those of its own tensors).
@@ -264,7 +264,7 @@ def tensors_at(
         axis: size for leaf, array in tensors.items() for axis, size in zip(leaf.axes, array.shape, strict=True)
     }
     num_in, num_out = (size_by_axis.get("K", 0), size_by_axis.get("N", 0)) if shape is None else shape
-    shared_sizes = {axis: size for axis, size in (("K", num_in), ("N", num_out)) if size}
+    shared_sizes = {axis: size for axis, size in (("K", num_in), ("N", num_out)) if size} | {"R": spec.rank_at(path)}
     shared = {
         leaf: leaf.cut(array, shared_sizes) for leaf, array in zip(kind.shared, arrays.get(SHARED, ()), strict=True)
     }

@@ -13,6 +13,7 @@ from flax import nnx
 
 from lorafusion_jax.adapters.check import check_kind
 from lorafusion_jax.adapters.dora import DORA
+from lorafusion_jax.adapters.init import SHARED
 from lorafusion_jax.adapters.kind import AdapterKind, Leaf, Sizes
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.pissa import PISSA
@@ -70,6 +71,10 @@ FOREIGN = {  # kinds of others, with what their scale may be
         "leaves": (DOWN, UP, STEEP, RISE), "low_rank": two_pairs, "columns": 2, "scaled": ("up", "rise"),
         "scale": lambda alpha, rank, rslora: alpha if rslora else alpha / 3,
     },
+    "core": {
+        "leaves": (replace(DOWN, trainable=False, shared=True), Leaf(name="core", axes=("R", "R"), init=zeros), UP),
+        "low_rank": lambda tensors, sizes: (tensors["down"] @ tensors["core"], tensors["up"]), "scaled": ("core",),
+    },
     "tinted": TINTED,
     "tinted, squared": TINTED | {"scale": lambda alpha, rank, rslora: alpha * alpha / rank},
 }  # fmt: skip
@@ -87,8 +92,11 @@ def test_what_leaves_a_run_has_the_scale_of_each_projection(name, rslora, tmp_pa
     kind, draw = adapter_kind(name), np.random.default_rng(3).random
     paths = [f"layers.{layer}.self_attn.{target}" for layer in range(2) for target in spec.targets]
     sizes = {path: {"K": 5, "N": 4, "R": spec.rank_at(path)} for path in paths}
-    arrays = {path: tuple(draw(leaf.shape_in(sizes[path]), np.float32) for leaf in kind.leaves) for path in paths}
-    exported, tensors = as_exported(spec, arrays)
+    arrays = {
+        path: tuple(draw(leaf.shape_in(sizes[path]), np.float32) for leaf in kind.of_projections) for path in paths
+    }
+    arrays |= {SHARED: tuple(draw((5, 3), np.float32) for _ in kind.shared)} if kind.shared else {}
+    exported, tensors = as_exported(spec, arrays, dict.fromkeys(spec.targets, (5, 4)))
     described, tensors = read_described(write_adapter(tensors, exported, "base", tmp_path / "law"), exported.kind)
     for path in paths:
         a, b = (np.float64(array) for array in kind.low_rank(*tensors_at(spec, arrays, path)))
