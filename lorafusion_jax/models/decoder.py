@@ -141,6 +141,14 @@ class Decoder(nnx.Module):
 
         `model(tokens)` takes the rows as one text; packed samples need `positions` and `segments`, see `hidden`.
         """
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens has the shape {tokens.shape}, not [T]: one text, or packed ones with segments")
+        vocab_size = self.config.vocab_size
+        if not isinstance(tokens, Tracer) and tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise ValueError(
+                f"tokens are {tokens.min()} to {tokens.max()}, and the vocabulary is 0 to {vocab_size - 1}"
+            )
         hidden_TD = self.hidden(tokens, positions, segments, ctx, attention=attention)
         return logits(hidden_TD, self.head(), self.config)
 

@@ -149,6 +149,9 @@ def test_no_context_runs_the_base_model():
     base = Decoder(CONFIG, dtype=jnp.float32)
     with_adapters = Decoder(CONFIG, ADAPTERS, dtype=jnp.float32, rngs=nnx.Rngs(0))
     assert not flat(nnx.state(base, nnx.LoRAParam))
+    for wrong, why in (([CONFIG.vocab_size], "vocabulary"), ([3, -1], "vocabulary"), ([[1, 2]], r"shape \(1, 2\)")):
+        with pytest.raises(ValueError, match=why):
+            base(jnp.array(wrong))
     context = LoRAContext.of(ADAPTERS, [0], train=False)
     logits = jax.jit(lambda ctx: with_adapters(*rows, ctx))
     np.testing.assert_allclose(logits(None), logits(context), atol=1e-5)  # B is zero: the adapters say nothing yet
