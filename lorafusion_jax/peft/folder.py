@@ -6,6 +6,7 @@ K in · N out · r an adapter's rank
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,7 @@ from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
 
 TRANSPOSED_ROWS = 64
+TOWER = re.compile(r"(?<=\.)\w*(?:vision|visual|audio|multi_modal)\w*(?=\.)")  # of a multimodal model
 KEYS = ("k_proj", "v_proj")
 OVER_HEADS = {"q_proj": "N", "k_proj": "N", "v_proj": "N", "o_proj": "K"}  # the axis over heads
 OVER_MLP = {"gate_proj": "N", "up_proj": "N", "down_proj": "K"}  # in some models twice as wide in some layers
@@ -257,10 +259,13 @@ def _read(folder: Path, kind: str | None = None, head: Head | None = None) -> tu
     described = describe(raw, paths, name, settings, kind=kind, head=head, root=root_of(stored))
     problems = _problems(tensors, paths, described)
     if problems:
+        towers = sorted({match[0] for key in stored if (match := TOWER.search(key))})
         raise CheckpointError(
             "peft.tensors",
             f"{TENSOR_FILE} does not hold this adapter.",
             where=f"{where}\n    " + "\n    ".join(problems),
+            why=f"it is on {', '.join(towers)}, too, and only text parts are trained here" if towers else "",
+            fix=f"train it with exclude_modules=r'.*({'|'.join(towers)}).*'" if towers else "",
         )
     return described, tensors
 
