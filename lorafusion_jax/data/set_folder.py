@@ -34,7 +34,7 @@ def rows_of(source: str, path: Path, files: Sequence[Path]) -> list[Path]:
         DataError: data.splits, they are several splits, configurations or snapshots.
     """
     files = [file for file in files if file.name not in DESCRIPTIONS and not CACHED.match(file.name)]
-    for what, set_of in (("snapshots", _snapshot), ("configurations", _configurations(path)), ("splits", _split)):
+    for group, set_of in (("snapshots", _snapshot), ("configurations", _configurations(path)), ("splits", _split)):
         members: dict[str, list[Path]] = {}
         for file in files:
             if (name := set_of(file.relative_to(path))) is not None:
@@ -43,7 +43,7 @@ def rows_of(source: str, path: Path, files: Sequence[Path]) -> list[Path]:
             chosen = next((name for name in sorted(members) if name.startswith("train")), min(members))
             raise DataError(
                 "data.splits",
-                f"the folder {source} holds several {what}: {', '.join(sorted(members))}.",
+                f"the folder {source} holds several {group}: {', '.join(sorted(members))}.",
                 where=str(path),
                 why="all of its files would be read as one set",
                 fix=f"{_name_of(source.rstrip('/'), path, members[chosen])}   names the files of one",
