@@ -161,11 +161,12 @@ def test_effort_is_counted():
 
 @pytest.mark.parametrize(
     ("samples", "lengths", "gap"),
-    [(6_000, range(2000, 4300), 0.05), nightly(20_000, range(2000, 4300), 0.05), nightly(20_000, (2800, 5400), 0.12)],
+    [(6_000, range(2000, 4300), 0.05), nightly(20_000, range(2000, 4300), 0.05), nightly(20_000, (2800, 5400), 0.0)],
 )
 def test_a_batch_of_very_many_samples_is_planned_with_the_effort_that_was_asked_for(samples, lengths, gap):
-    drawn = np.random.default_rng(1).choice(lengths, samples)  # no plan reaches the bound
+    drawn = np.random.default_rng(1).choice(lengths, samples)  # only for two lengths a plan reaches the bound
     began = time.process_time()
     plan = make_plan([AdapterJob("a", drawn, samples)], capacity_tokens=8192, num_stages=1)
     assert time.process_time() - began < 10  # 0.4 to 5 s measured
-    assert plan.lower_bound < plan.num_slots <= (1 + gap) * plan.lower_bound
+    assert plan.num_slots <= (1 + gap) * plan.lower_bound
+    assert (plan.gap == 0) == (gap == 0)
