@@ -45,7 +45,7 @@ HOPPERS = ("h200", "h100")
 DEVICES = ("h200", "h100", "a100-40gb", "a100", "l40s", "a6000", "rtx6000-ada", "cpu")
 _DRIVER, _FIRST_GPU = Path("/proc/driver/nvidia"), Path("/dev/nvidia0")
 # Share of the gathering of `mesh.fsdp` that compute hides. A slot of 32B on two H200s takes 1.47 s
-# (`benchmarks/results/two_gpus_h200_2026-11-29`), predicted 1.45 s with nothing hidden and 1.28 s with everything.
+# (`benchmarks/results/end_to_end_h200_2026-11-29_two`), predicted 1.47 s if nothing is hidden, 1.30 s if all is.
 HIDDEN_GATHERS = 0.0
 ROOMY = 0.9  # share of a device's memory
 
