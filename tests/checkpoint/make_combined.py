@@ -9,6 +9,7 @@ PEFT draws what DARE keeps; here it keeps what `kept` says, so that another prog
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import peft
@@ -17,7 +18,10 @@ import transformers
 from peft.utils import merge_utils
 from safetensors.torch import save_file
 
-MODEL = Path(__file__).parents[1] / "models/golden/llama3"
+sys.path.append(str(Path(__file__).parents[1]))
+from drawn import golden
+
+MODEL = golden("llama3")
 ADAPTERS = {  # alpha, rslora, targets; all of rank 3
     "red": (6.0, False, ["q_proj", "down_proj"]),
     "blue": (2.0, True, ["down_proj", "q_proj", "k_proj"]),

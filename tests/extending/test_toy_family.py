@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_jobs
+from drawn import GOLDEN, distances, golden, golden_tokens
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.cli.main import run
@@ -88,8 +89,7 @@ CROWD_TENSORS = {
     ".q_norm.": ".even.",
 }
 CROWD_KEYS = {"num_local_experts": "crowd", "num_experts_per_tok": "chosen", "moe_intermediate_size": "breadth"}
-GOLDEN = Path(__file__).parents[1] / "models" / "golden"
-GEMMA = GOLDEN / "gemma2_untied"
+GEMMA = "gemma2_untied"
 
 
 def disguise(source: Path, directory: Path, keys=KEYS, tensor_names=TENSORS, without=(), **changes) -> Path:
@@ -138,41 +138,38 @@ def job(base, tmp_path, write_rows):
     return str(small_jobs.write_job(tmp_path, base, [adapter]))
 
 
-def assert_logits(folder: Path, golden: Path) -> None:
-    model, expected = load_decoder(folder, dtype=jnp.float32), load_file(golden / "expected.safetensors")
-    rows = np.arange(len(expected["tokens"]))
+def assert_logits(folder: Path, case: str) -> None:
+    """Those of a golden model."""
+    model, tokens = load_decoder(folder, dtype=jnp.float32), golden_tokens(case)
+    rows = np.arange(len(tokens))
     logits = jax.jit(lambda tokens: model(tokens, rows, Segments.from_lengths([len(rows)], len(rows))))
-    wanted = expected["logits"]
-    assert np.abs(logits(expected["tokens"]) - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    assert distances(GOLDEN[case], {"logits": logits(tokens)})["logits"] <= 1e-5
 
 
 def test_it_computes_what_transformers_does(toy, tmp_path):
-    assert_logits(disguise(GEMMA, tmp_path / "toy", colour="blue"), GEMMA)
+    assert_logits(disguise(golden(GEMMA), tmp_path / "toy", colour="blue"), GEMMA)
 
 
 def test_experts_compute_what_transformers_does(toy, tmp_path):
     unread = ("decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef", "sliding_window", "use_sliding_window")
     names = {"architectures": ["CrowdForCausalLM"], "model_type": "crowd"}
-    golden = GOLDEN / "qwen3_moe"
-    folder = disguise(
-        golden, tmp_path / "crowd", CROWD_KEYS, CROWD_TENSORS, (*unread, "max_position_embeddings"), **names
-    )
-    assert_logits(folder, golden)
+    source, without = golden("qwen3_moe"), (*unread, "max_position_embeddings")
+    assert_logits(disguise(source, tmp_path / "crowd", CROWD_KEYS, CROWD_TENSORS, without, **names), "qwen3_moe")
 
 
 def test_neighbouring_channels_turn_as_halves_do_with_reordered_weights(toy, tmp_path):
-    golden = GOLDEN / "llama2"
-    folder = disguise(golden, tmp_path / "turned", {}, {}, architectures=["TurnedForCausalLM"], model_type="turned")
+    names = {"architectures": ["TurnedForCausalLM"], "model_type": "turned"}
+    folder = disguise(golden("llama2"), tmp_path / "turned", {}, {}, **names)
     tensors = load_file(folder / "model.safetensors")
     with pytest.raises(AssertionError):
-        assert_logits(folder, golden)
+        assert_logits(folder, "llama2")
     head_dim = ModelConfig.from_hf(folder).head_dim
     for name, tensor in tensors.items():
         if ".q_proj." in name or ".k_proj." in name:
             halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
             tensors[name] = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(tensor.shape))
     save_file(tensors, folder / "model.safetensors")
-    assert_logits(folder, golden)
+    assert_logits(folder, "llama2")
 
 
 def trained(job, out, capsys, *changes) -> dict[str, np.ndarray]:
@@ -206,7 +203,7 @@ def test_a_model_is_written_as_its_family_names_it(base, tmp_path):
 
 
 def test_a_family_that_is_not_installed_is_refused(tmp_path):
-    folder = disguise(GEMMA, tmp_path / "toy")
+    folder = disguise(golden(GEMMA), tmp_path / "toy")
     with pytest.raises(Exception, match="unknown architecture ToyForCausalLM"):
         ModelConfig.from_hf(folder)
 

@@ -1,4 +1,4 @@
-"""Writes greedy.json: greedy tokens of `transformers` and `peft` with the models of tests/models/golden, in float32.
+"""Writes greedy.json: greedy tokens of `transformers` and `peft` with models of tests/models/golden.jsonl, in float32.
 
     python3.11 -m venv reference && reference/bin/pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2
     reference/bin/python tests/generation/make_greedy.py [case …]
@@ -17,7 +17,9 @@ import peft
 import torch
 import transformers
 
-MODELS = Path(__file__).parents[1] / "models/golden"
+sys.path.append(str(Path(__file__).parents[1]))
+from drawn import GOLDEN, golden
+
 # Unequal lengths, shorter and longer than the windows of the models. Those of longrope stay on one side of its context.
 PROMPTS = [[5, 17, 2], [40, 8, 8, 31, 1, 22, 13, 9, 30, 4, 11], [(7 * i * i + 3 * i + 1) % 48 for i in range(37)]]
 NEW = 24
@@ -41,8 +43,7 @@ def generate(model: torch.nn.Module, prompt: list[int]) -> tuple[list[int], floa
 def main(names: list[str]) -> None:
     file = Path(__file__).parent / "greedy.json"
     cases = json.loads(file.read_text())["cases"] if names else {}
-    folders = [MODELS / name for name in names] or sorted(MODELS.iterdir())
-    for folder in (folder for folder in folders if (folder / "adapter").is_dir()):
+    for folder in map(golden, names or sorted(GOLDEN)):
         try:
             config = transformers.AutoConfig.from_pretrained(folder)
             kind = getattr(transformers, config.architectures[0])

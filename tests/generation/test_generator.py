@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +13,7 @@ import more_cases
 import numpy as np
 import pytest
 import tokenizers
+from drawn import golden
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
@@ -39,7 +39,7 @@ from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stage_weights import cut
 
 # Batches of these tests have at most eight rows: a program of layers compiles for each shape.
-MODEL = Path(__file__).parents[1] / "models/golden/qwen2_window"
+MODEL = golden("qwen2_window")
 SPECS = (  # other kinds, ranks and targets, in no order
     AdapterSpec(name="wide", rank=6, alpha=9, targets=("down_proj", "q_proj")),
     AdapterSpec(name="dora", rank=2, alpha=4, targets=("down_proj",), kind="dora"),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import more_cases
 import numpy as np
 import pytest
+from drawn import golden
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.generation.capacity import cached_rows
@@ -23,10 +24,9 @@ from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.weights.table import stored_kind
 
-MODELS = Path(__file__).parents[1] / "models/golden"
 RECORD = json.loads((Path(__file__).parent / "greedy.json").read_text())
 CASES = sorted(set(RECORD["cases"]) - {"phi3_long"})  # whose prompts cross the context of longrope, see below
-ALWAYS = ("gemma2", "gpt_oss", "llama3", "qwen3_5")  # caps and windows; experts, sinks; rotary scaling; delta nets
+ALWAYS = ("gemma2", "gpt_oss", "qwen3_5")  # caps and windows; experts, sinks; delta nets
 ROUNDING = 2e-5  # what logits of float32 differ by, a tenth of the smallest margin but three
 
 
@@ -36,7 +36,7 @@ def stage_of(folder: Path) -> Stage:
 
 
 def generator(case: str) -> Generator:
-    return Generator([stage_of(MODELS / case)])
+    return Generator([stage_of(golden(case))])
 
 
 @pytest.mark.parametrize("case", more_cases.mostly_nightly(CASES, ALWAYS))
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_transformers_and_peft(case):
 
 def test_latents_are_read_again_as_the_keys_and_values_that_they_make():
     """A second turn reads blocks of latents; with an adapter that scales columns the cache has keys and values."""
-    folder, prompt = MODELS / "deepseek_v3", RECORD["prompts"][2]
+    folder, prompt = golden("deepseek_v3"), RECORD["prompts"][2]
     run, conversation = generator("deepseek_v3"), Conversation()
     asked = [Request(tokens=prompt, adapter=adapter, sampling=Sampling(max_tokens=24)) for adapter in (0, BASE)]
     first = run(asked, conversation=conversation)
@@ -80,7 +80,7 @@ def test_adapters_change_tokens():
 
 
 def test_an_answer_that_crosses_the_context_of_longrope_is_refused():
-    folder = MODELS / "phi3_long"
+    folder = golden("phi3_long")
     model = Generator([load_stage(Source(base=folder, adapters=(), asked=(), dtype="float32"))])
     with pytest.raises(ConfigError, match=r"generate\.longrope\][^\n]*cross 16 positions[^⁂]*max_tokens=13"):
         model([Request(tokens=[5, 17, 2], sampling=Sampling(max_tokens=14))])
@@ -88,7 +88,7 @@ def test_an_answer_that_crosses_the_context_of_longrope_is_refused():
 
 @pytest.mark.parametrize("kind", ["int8", more_cases.nightly("nf4"), more_cases.nightly("fp8")])
 def test_a_quantised_base_generates_as_its_dequantised_weights(kind):
-    folder = MODELS / "llama3"
+    folder = golden("llama3")
     stage = load_stage(Source(base=folder, adapters=(), asked=(), dtype="float32", quantize=kind))
     plain = load_stage(Source(base=folder, adapters=(), asked=(), dtype="float32"))
     dense = [

@@ -11,13 +11,14 @@ import warnings
 from functools import cache
 from pathlib import Path
 
+import drawn
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_parity
-from drawn import CASES_FILE, TOKENS, adapter, probe, tokens, weights
+from drawn import CASES_FILE, TOKENS, tokens
 from more_cases import mostly_nightly, nightly
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.experts import Experts, Router
@@ -34,7 +35,7 @@ from lorafusion_jax.peft.settings import text_name
 from lorafusion_jax.planning.stages import stage_layers
 
 FILE = Path(os.environ.get("DRAWN", Path(__file__).parent / CASES_FILE))
-ROWS = {row["case"]: row for row in map(json.loads, FILE.read_text().splitlines())}
+ROWS = drawn.read_rows(FILE)
 VALUES, GRADIENTS = 1e-5, 1e-4  # relative, as in `test_parity`
 # The first model of each family; of every run those with a mechanism that no other has, forward only.
 EVERY_DAY = ("hunyuan_v1_dense", "glm4", "apertus", "starcoder2", "cohere2", "granitemoehybrid", "lfm2",
@@ -43,15 +44,7 @@ FORWARD = {ModelConfig.from_hf(row["config"]).family: case for case, row in reve
 
 
 def write(case: str, folder: Path) -> Path:
-    """The model folder and the PEFT folder of a case."""
-    row = ROWS[case]
-    for part, shapes in (("", row["tensors"]), ("adapter", row["adapter"])):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-        arrays = adapter(shapes) if part else weights(shapes, row["share"])
-        save_file(arrays, folder / part / f"{part}{'_' * bool(part)}model.safetensors")
-        config = row["adapter_config" if part else "config"]
-        (folder / part / f"{part}{'_' * bool(part)}config.json").write_text(json.dumps(config))
-    return folder
+    return drawn.write(ROWS[case], folder)
 
 
 @cache
@@ -67,14 +60,8 @@ def compared(case: str, folder: Path, *, gradients: bool) -> dict[str, float]:
         values = test_parity.computed_of(folder, tokens(TOKENS, size), gradients=gradients)
     in_file = {f"grad.{text_name(key)[0]}": f"grad.{key}" for key in row["adapter"]}
     values = {in_file.get(name, name): array for name, array in values.items()}
-    differences = {"loss": abs(float(values.pop("loss")) / row["loss"] - 1)}
-    assert not gradients or values.keys() == row["probes"].keys(), values.keys() ^ row["probes"].keys()
-    least = 1e-3 * max(length for name, (length, *_) in row["probes"].items() if name.startswith("grad"))
-    for name, array in values.items():
-        wanted = row["probes"][name]
-        length = max(wanted[0], least) if name.startswith("grad") else wanted[0]
-        differences[name] = float(np.abs(np.subtract(probe(name, array), wanted)).max()) / length
-    return differences
+    assert not gradients or values.keys() - {"loss"} == row["probes"].keys(), values.keys() ^ row["probes"].keys()
+    return drawn.distances(row, values)
 
 
 @pytest.fixture(scope="module")

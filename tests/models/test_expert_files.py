@@ -8,7 +8,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from make_golden import GOLDEN
+from drawn import GOLDEN, distances, golden, golden_tokens
 from more_cases import nightly
 from safetensors.numpy import load_file, save_file
 
@@ -30,8 +30,8 @@ def copy(tmp_path):
     def copied(case, **tensors):
         folder = tmp_path / case
         folder.mkdir()
-        shutil.copyfile(GOLDEN / case / "config.json", folder / "config.json")
-        arrays = load_file(GOLDEN / case / FILE) | {name.replace("/", "."): array for name, array in tensors.items()}
+        shutil.copyfile(golden(case) / "config.json", folder / "config.json")
+        arrays = load_file(golden(case) / FILE) | {name.replace("/", "."): array for name, array in tensors.items()}
         save_file({name: array for name, array in arrays.items() if array is not None}, folder / FILE)
         return folder
 
@@ -52,12 +52,12 @@ def copy(tmp_path):
     ],
 )
 def test_a_saved_model_has_the_tensors_it_was_loaded_from(case, tmp_path):
-    save_decoder(load_decoder(GOLDEN / case, dtype=jnp.float32), tmp_path / "out")
-    saved, wanted = load_file(tmp_path / "out" / FILE), load_file(GOLDEN / case / FILE)
+    save_decoder(load_decoder(golden(case), dtype=jnp.float32), tmp_path / "out")
+    saved, wanted = load_file(tmp_path / "out" / FILE), load_file(golden(case) / FILE)
     assert saved.keys() == wanted.keys()
     for name in wanted:
         np.testing.assert_array_equal(saved[name], wanted[name], err_msg=name)
-    assert ModelConfig.from_hf(tmp_path / "out") == ModelConfig.from_hf(GOLDEN / case)
+    assert ModelConfig.from_hf(tmp_path / "out") == ModelConfig.from_hf(golden(case))
 
 
 def test_mxfp4_is_dequantised(tmp_path):
@@ -94,7 +94,7 @@ def test_mxfp4_is_dequantised(tmp_path):
     "case", ["qwen3_moe", "mixtral_window", "gpt_oss", "glm4_moe", "qwen2_moe_sparse", "gemma4_experts"]
 )
 def test_an_adapter_that_peft_wrote_is_written_again_bit_for_bit(case, tmp_path):
-    spec, arrays = read_adapter(GOLDEN / case / "adapter")
+    spec, arrays = read_adapter(golden(case) / "adapter")
     assert spec.on_experts
     leaves = {
         f"{path}.{leaf}": array[None]
@@ -102,12 +102,12 @@ def test_an_adapter_that_peft_wrote_is_written_again_bit_for_bit(case, tmp_path)
         for leaf, array in zip(("lora_a", "lora_b"), pair, strict=True)
     }
     folder = export_adapter(leaves, spec, 0, "base", tmp_path / "out")
-    written, wanted = (load_file(where / "adapter_model.safetensors") for where in (folder, GOLDEN / case / "adapter"))
+    written, wanted = (load_file(where / "adapter_model.safetensors") for where in (folder, golden(case) / "adapter"))
     assert written.keys() == wanted.keys()
     for name in wanted:
         np.testing.assert_array_equal(written[name], wanted[name], err_msg=name)
     settings = json.loads((folder / "adapter_config.json").read_text())
-    peft = json.loads((GOLDEN / case / "adapter" / "adapter_config.json").read_text())
+    peft = json.loads((golden(case) / "adapter" / "adapter_config.json").read_text())
     for key in ("target_modules", "target_parameters"):
         assert sorted(settings[key]) == sorted(peft[key])
 
@@ -125,10 +125,10 @@ MERGED = (  # one of each layout of files: of every expert, of all, with and wit
 @pytest.mark.parametrize("case", MERGED)
 def test_merged_experts_change_by_what_peft_adds(case, tmp_path):
     """PEFT's `ParamWrapper.get_delta_weight`: [N, r, E] × [E, r, K], times alpha / r."""
-    report = merge_adapter(GOLDEN / case, GOLDEN / case / "adapter", tmp_path / "out")
-    settings = json.loads((GOLDEN / case / "adapter" / "adapter_config.json").read_text())
-    tensors, rank = load_file(GOLDEN / case / "adapter" / "adapter_model.safetensors"), settings["r"]
-    before, after = (load_frozen(folder, dtype=jnp.float32) for folder in (GOLDEN / case, tmp_path / "out"))
+    report = merge_adapter(golden(case), golden(case) / "adapter", tmp_path / "out")
+    settings = json.loads((golden(case) / "adapter" / "adapter_config.json").read_text())
+    tensors, rank = load_file(golden(case) / "adapter" / "adapter_model.safetensors"), settings["r"]
+    before, after = (load_frozen(folder, dtype=jnp.float32) for folder in (golden(case), tmp_path / "out"))
     stems = {key.rpartition("experts.")[0] + "experts." for key in tensors if "experts." in key and "shared" not in key}
     stems = {stem for stem in stems if f"{stem}lora_A.weight" in tensors}
     assert stems
@@ -155,26 +155,25 @@ def test_merged_experts_change_by_what_peft_adds(case, tmp_path):
     "case", [case if case == "gpt_oss" else nightly(case) for case in MERGED]
 )  # the others differ by their layout of files, which is read as it is written
 def test_a_merged_model_has_the_logits_that_peft_has(case, tmp_path):
-    merge_adapter(GOLDEN / case, GOLDEN / case / "adapter", tmp_path / "out")
-    wanted = load_file(GOLDEN / case / "expected.safetensors")
-    model, tokens = load_decoder(tmp_path / "out", dtype=jnp.float32), jnp.asarray(wanted["tokens"])
+    merge_adapter(golden(case), golden(case) / "adapter", tmp_path / "out")
+    probes = GOLDEN[case]["probes"]
+    assert np.abs(np.subtract(probes["adapted"], probes["logits"])).max() > 0.01 * probes["logits"][0]
+    model, tokens = load_decoder(tmp_path / "out", dtype=jnp.float32), jnp.asarray(golden_tokens(case))
     segments = Segments.from_lengths([len(tokens)], len(tokens))
     hidden = model.hidden(tokens, jnp.arange(len(tokens)), segments)
-    scale = np.abs(wanted["adapted"]).max()
-    assert np.abs(wanted["adapted"] - wanted["logits"]).max() > 0.01 * scale
-    np.testing.assert_allclose(logits(hidden, model.head(), model.config) / scale, wanted["adapted"] / scale, atol=2e-5)
+    assert distances(GOLDEN[case], {"adapted": logits(hidden, model.head(), model.config)})["adapted"] < 2e-5
 
 
 def test_experts_that_cannot_be_merged_are_named(copy, tmp_path):
-    spec, arrays = read_adapter(GOLDEN / "gpt_oss" / "adapter")
+    spec, arrays = read_adapter(golden("gpt_oss") / "adapter")
     fewer = {path: tuple(array[:2] for array in pair) if "experts" in path else pair for path, pair in arrays.items()}
     with pytest.raises(CheckpointError, match=r"2 experts of \d+ → \d+, which the base's tensors do not fit"):
-        merge_arrays(GOLDEN / "gpt_oss", spec, fewer, tmp_path / "out")
+        merge_arrays(golden("gpt_oss"), spec, fewer, tmp_path / "out")
     beyond = {path.replace("layers.1.", "layers.9."): pair for path, pair in arrays.items()}
     with pytest.raises(CheckpointError, match=r"missing: model.layers.9.mlp.experts_down_proj.weight"):
-        merge_arrays(GOLDEN / "gpt_oss", spec, beyond, tmp_path / "out")
+        merge_arrays(golden("gpt_oss"), spec, beyond, tmp_path / "out")
     stem = "model.layers.0.mlp.experts.down_proj"
-    shape = load_file(GOLDEN / "gpt_oss" / FILE)[stem].shape
+    shape = load_file(golden("gpt_oss") / FILE)[stem].shape
     blocks = np.zeros((shape[0], shape[2], max(1, shape[1] // 32), 16), np.uint8)
     packed = copy("gpt_oss", **{stem: None, f"{stem}_blocks": blocks, f"{stem}_scales": blocks[..., 0]})
     with pytest.raises(CheckpointError, match=rf"quantised: {stem} is MXFP4") as caught:
@@ -192,9 +191,9 @@ def test_layers_that_predict_further_tokens_are_left_out(copy):
 
 def test_the_correction_of_a_router_is_float32_in_every_model(tmp_path):
     """Its differences are smaller than bfloat16's, and they choose."""
-    weights = load_frozen(GOLDEN / "glm4_moe", dtype=jnp.bfloat16)
+    weights = load_frozen(golden("glm4_moe"), dtype=jnp.bfloat16)
     correction = weights["layers.1.mlp.router.e_score_correction_bias"]
-    stored = load_file(GOLDEN / "glm4_moe" / FILE)["model.layers.1.mlp.gate.e_score_correction_bias"]
+    stored = load_file(golden("glm4_moe") / FILE)["model.layers.1.mlp.gate.e_score_correction_bias"]
     np.testing.assert_array_equal(correction, stored)
     assert weights["layers.1.mlp.router.weight"].dtype == jnp.bfloat16
 
@@ -209,7 +208,7 @@ def expect(folder, code, *texts):
 
 def test_experts_in_one_tensor_of_a_multimodal_checkpoint_are_those_of_many(tmp_path):
     """Qwen3.5 is published so."""
-    of_text = load_file(GOLDEN / "qwen3_5_moe" / FILE)
+    of_text = load_file(golden("qwen3_5_moe") / FILE)
     tensors = {name.replace("model.", "model.language_model.", 1): array for name, array in of_text.items()}
     for layer in range(3):
         stem = f"model.language_model.layers.{layer}.mlp.experts"
@@ -218,13 +217,13 @@ def test_experts_in_one_tensor_of_a_multimodal_checkpoint_are_those_of_many(tmp_
             for name in ("gate", "up", "down")
         )
         tensors |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{stem}.down_proj": down}
-    text = json.loads((GOLDEN / "qwen3_5_moe" / "config.json").read_text())
+    text = json.loads((golden("qwen3_5_moe") / "config.json").read_text())
     raw = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     save_file(tensors | {"model.visual.merger.weight": np.zeros(3, np.float32)}, tmp_path / FILE)
     with pytest.warns(UserWarning, match="only the text part is loaded: 1 tensors of visual"):
         weights = load_frozen(tmp_path, dtype=jnp.float32)
-    wanted = load_frozen(GOLDEN / "qwen3_5_moe", dtype=jnp.float32)
+    wanted = load_frozen(golden("qwen3_5_moe"), dtype=jnp.float32)
     assert weights.keys() == wanted.keys()
     for name, array in wanted.items():
         np.testing.assert_array_equal(weights[name], array, err_msg=name)

@@ -3,10 +3,9 @@
 import json
 import math
 import os
-from pathlib import Path
 
 import pytest
-from safetensors import safe_open
+from drawn import GOLDEN
 
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.extend import Family
@@ -14,7 +13,6 @@ from lorafusion_jax.families.multimodal import WRAPPERS
 from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.models import ModelConfig, RopeScaling
 
-GOLDEN = Path(__file__).parent / "golden"
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
@@ -31,11 +29,10 @@ def read(**changes) -> ModelConfig:
     return ModelConfig.from_hf(LLAMA | changes)
 
 
-@pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda folder: folder.name)
-def test_parameter_count_matches_the_file(folder):
-    with safe_open(folder / "model.safetensors", "np") as file:
-        stored = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    assert ModelConfig.from_hf(folder).num_parameters == sum(stored.values())
+@pytest.mark.parametrize("case", GOLDEN)
+def test_parameter_count_matches_the_file(case):
+    row = GOLDEN[case]
+    assert ModelConfig.from_hf(row["config"]).num_parameters == sum(map(math.prod, row["tensors"].values()))
 
 
 def test_fields_are_read():
@@ -189,7 +186,7 @@ def test_unsupported_settings_are_errors(changes, message):
 @pytest.mark.parametrize(("family", "activation"), [("gemma", "gelu_tanh"), ("llama", "gelu")])
 def test_a_gemma_that_says_gelu_means_its_approximation(family, activation):
     """As in the first files of Gemma, and as transformers reads them."""
-    raw = json.loads((GOLDEN / ("gemma" if family == "gemma" else "llama2") / "config.json").read_text())
+    raw = GOLDEN["gemma" if family == "gemma" else "llama2"]["config"]
     assert ModelConfig.from_hf(raw | {"hidden_act": "gelu"}).activation == activation
 
 
@@ -308,7 +305,7 @@ def test_a_family_reads_no_key_that_would_change_nothing(options, says):
 
 
 def test_fields_that_no_model_has_are_named(monkeypatch):
-    raw = json.loads((GOLDEN / "llama2" / "config.json").read_text())
+    raw = GOLDEN["llama2"]["config"]
     monkeypatch.setitem(FAMILIES, "twisted", Family(architectures=("TwistedForCausalLM",), fields={"twist": 1}))
     with pytest.raises(ConfigError, match=r"plugin\.broken.*twisted has fields that no model has: twist"):
         ModelConfig.from_hf(raw | {"architectures": ["TwistedForCausalLM"], "model_type": "twisted"})

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import GOLDEN, golden
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from make_golden import CASES, GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.adapters.spec import AdapterSpec
@@ -23,7 +23,7 @@ ADAPTERS = (
     AdapterSpec(name="a", rank=2, alpha=4),
     AdapterSpec(name="b", rank=3, alpha=4, targets=("q_proj", "down_proj")),
 )
-TIED, PLAIN = GOLDEN / "qwen2_tied", GOLDEN / "llama2"
+TIED, PLAIN = golden("qwen2_tied"), golden("llama2")
 
 
 def leaves(model) -> dict[str, np.ndarray]:
@@ -278,7 +278,7 @@ def test_pickled_weights_are_refused(model_dir):
 
 @pytest.mark.parametrize("case", ["llama3", "gemma3"])
 def test_a_model_takes_one_text_without_positions_and_segments(case):
-    model, tokens = load_decoder(GOLDEN / case, dtype=jnp.float32), jnp.asarray([3, 1, 4, 1, 5], jnp.int32)
+    model, tokens = load_decoder(golden(case), dtype=jnp.float32), jnp.asarray([3, 1, 4, 1, 5], jnp.int32)
     packed = model(tokens, jnp.arange(5), Segments.from_lengths([5], 5))
     np.testing.assert_array_equal(model(tokens), packed)
     with pytest.raises(ValueError, match="belong together"):
@@ -286,5 +286,5 @@ def test_a_model_takes_one_text_without_positions_and_segments(case):
 
 
 def test_the_headers_of_every_kind_of_model_pass_before_they_are_loaded():
-    problems = {case: header_problems(GOLDEN / case, ModelConfig.from_hf(GOLDEN / case)) for case in CASES}
+    problems = {case: header_problems(golden(case), ModelConfig.from_hf(golden(case))) for case in GOLDEN}
     assert {case: [str(problem) for problem in listed] for case, listed in problems.items() if listed} == {}

@@ -7,8 +7,8 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import GOLDEN, golden
 from flax import nnx
-from make_golden import CASES, GOLDEN
 from safetensors.numpy import load_file, save_file
 from test_drawn_families import FORWARD, ROWS
 
@@ -21,13 +21,12 @@ from lorafusion_jax.families.multimodal import WRAPPERS
 from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.layout.layer import saved_path
 from lorafusion_jax.models import ModelConfig, load_decoder, save_decoder
-from lorafusion_jax.models.checkpoint import list_tensors
 from lorafusion_jax.peft.combine import combine_adapters
 from lorafusion_jax.peft.folder import read_adapter, read_described, write_adapter
 from lorafusion_jax.peft.merge import merge_arrays
 from lorafusion_jax.peft.settings import lora_settings
 
-SOURCE = GOLDEN / "gemma3_untied"
+SOURCE = golden("gemma3_untied")
 LAYOUTS = {
     "published": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     "transformers 5": {"model.": "model.language_model.", "lm_head.": "lm_head."},
@@ -259,8 +258,8 @@ def published(family: str) -> tuple[ModelConfig, set[str]]:
     if family in FORWARD:
         row = ROWS[FORWARD[family]]
         return ModelConfig.from_hf(row["config"]), {name.replace(".language_model", "") for name in row["tensors"]}
-    case = next(case for case in CASES if ModelConfig.from_hf(GOLDEN / case).family == family)
-    return ModelConfig.from_hf(GOLDEN / case), {*list_tensors(GOLDEN / case)}
+    case = next(case for case, row in GOLDEN.items() if ModelConfig.from_hf(row["config"]).family == family)
+    return ModelConfig.from_hf(GOLDEN[case]["config"]), {*GOLDEN[case]["tensors"]}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

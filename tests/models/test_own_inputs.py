@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from make_golden import GOLDEN
+from drawn import golden
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.config.schema import JobConfig
@@ -24,7 +24,7 @@ from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.planning.choices import _meshes
 from lorafusion_jax.planning.stages import stage_layers
 
-SOURCE = GOLDEN / "gemma4_shared"
+SOURCE = golden("gemma4_shared")
 KEY = "model.layers.3.self_attn.k_proj.weight"  # of a layer that reads those of another
 
 

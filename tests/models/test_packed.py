@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from drawn import golden
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from make_golden import GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.adapters.spec import AdapterSpec
@@ -144,8 +144,8 @@ def test_fp8_experts_are_widened(tmp_path):
     """Blocks of 128 × 128, the last of a side smaller; the router stays plain."""
     folder, rng = tmp_path / "base", np.random.default_rng(0)
     folder.mkdir()
-    tensors = load_file(GOLDEN / "qwen3_moe" / FILE)
-    (folder / "config.json").write_bytes((GOLDEN / "qwen3_moe" / "config.json").read_bytes())
+    tensors = load_file(golden("qwen3_moe") / FILE)
+    (folder / "config.json").write_bytes((golden("qwen3_moe") / "config.json").read_bytes())
     plain = dict(tensors)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         weight = tensors[name].astype(ml_dtypes.float8_e4m3fn)
@@ -159,7 +159,7 @@ def test_fp8_experts_are_widened(tmp_path):
     write_settings(folder, {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"})
     (tmp_path / "plain").mkdir()
     save_file(plain, tmp_path / "plain" / FILE)
-    (tmp_path / "plain" / "config.json").write_bytes((GOLDEN / "qwen3_moe" / "config.json").read_bytes())
+    (tmp_path / "plain" / "config.json").write_bytes((golden("qwen3_moe") / "config.json").read_bytes())
     weights, expected = (load_frozen(where, dtype=jnp.float32) for where in (folder, tmp_path / "plain"))
     chex.assert_trees_all_equal(weights, expected)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from make_golden import CASES, GOLDEN
+from drawn import GOLDEN
 from published import REFUSED, SERVED
 from test_drawn_families import ROWS
 
@@ -109,13 +108,11 @@ def only_idle(value: dict[str, Any], other: dict[str, Any], family: str) -> bool
 
 
 def config_of_case(case: str) -> dict[str, Any]:
-    if case in CASES:
-        return json.loads((GOLDEN / case / "config.json").read_text())
-    raw = ROWS[case]["config"]
+    raw = (GOLDEN | ROWS)[case]["config"]
     return raw.get("text_config", raw)
 
 
-@pytest.mark.parametrize("case", [*CASES, *ROWS])
+@pytest.mark.parametrize("case", [*GOLDEN, *ROWS])
 def test_every_key_that_changes_alone_is_followed_or_refused(case):
     raw = config_of_case(case)
     plain = ModelConfig.from_hf(raw)

@@ -1,10 +1,11 @@
 """What transformers and PEFT compute of drawn models, in float64.
 
     python drawn_families.py > tests/models/drawn_families.jsonl
+    python drawn_families.py --golden > tests/models/golden.jsonl    # the models of golden_cases.jsonl
     python drawn_families.py --only glm4 --out FOLDER    # these cases, with their folders
 
 A row has a config, names and shapes of the checkpoint and of an adapter as both libraries save them, and probes of
-logits, loss and gradients, see `drawn`.
+logits, loss and gradients, see `drawn`; of some golden ones also with the load-balancing loss of their routers.
 """
 
 from __future__ import annotations
@@ -22,19 +23,48 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-from drawn import TOKENS, adapter, probe, tokens, weights
-from make_golden import TARGETS as OF_GOLDEN
+sys.path.append(str(Path(__file__).parents[1]))
+from drawn import FACTOR, TOKENS, adapter, probe, tokens, weights
 
-ROWS = map(
-    json.loads, Path(__file__).parents[1].joinpath("models/drawn_cases.jsonl").read_text(encoding="utf-8").splitlines()
-)
-CASES = {row["case"]: (row["class"], row["config"], row["share"]) for row in ROWS}
-TARGETS = [*OF_GOLDEN, "c_fc", "c_proj", "in_proj", "input_linear", "output_linear", "w1", "w2", "w3",
-           "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]  # fmt: skip
+MODELS = Path(__file__).parents[1] / "models"
+SMALL = {
+    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+TEXT_PARTS = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")  # their config is that of the text part
+DELTA_NETS = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
+LONG = 90  # tokens: more than a chunk of the gated delta rule
+# Top-k of a softmax and weights that are not normalised; softmax of the chosen; layers of an MLP, and delta nets.
+WITH_ROUTERS = ("qwen3_moe_unnormalised", "gpt_oss", "qwen3_next_dense")
+TARGETS = [
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+    "per_layer_input_gate", "per_layer_projection", "c_fc", "c_proj", "in_proj", "input_linear", "output_linear",
+    "w1", "w2", "w3", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h",
+]  # fmt: skip
 EXPERTS = ["gate_up_proj", "up_proj", "down_proj"]
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
+
+
+def read_cases(name: str) -> list[dict]:
+    return [json.loads(line) for line in (MODELS / name).read_text(encoding="utf-8").splitlines()]
+
+
+def golden_case(name: str, family: str, changes: dict) -> dict:
+    share = 0.18 if family in DELTA_NETS else 0.25 if len(changes) > 4 else 0.35
+    config = f"{family}Text" if family in TEXT_PARTS else family
+    count = LONG if family in DELTA_NETS else TOKENS
+    return {
+        "case": name,
+        "class": family,
+        "of_config": config,
+        "config": SMALL | changes,
+        "share": share,
+        "count": count,
+    }
 
 
 def shapes_in(file: Path) -> dict[str, list[int]]:
@@ -49,10 +79,13 @@ def peft_config(model: torch.nn.Module) -> peft.LoraConfig:
     paths = [path for path, _ in model.named_modules()]
     ends = {path.rsplit(".", 1)[-1] for path in paths if "visual" not in path}
     refused = ("out_proj",) if model.config.model_type in ("falcon_h1", "nemotron_h") else ()
+    if model.config.model_type == "deepseek_v3" and "experts" not in ends:  # PEFT takes them for those of experts
+        refused = ("gate_proj", "up_proj", "down_proj")
     targets, parameters = [name for name in TARGETS if name in ends and name not in refused], None
     inside = next((path for path in paths if path.endswith(".experts")), None)
-    if inside is not None:
-        module = inside.split(".")[-2]
+    if inside is not None and (module := inside.split(".")[-2]).isdecimal():  # beside the MLP of a layer
+        parameters = [f"experts.{name}" for name in EXPERTS if hasattr(model.get_submodule(inside), name)]
+    elif inside is not None:
         inner = [name for name in EXPERTS if hasattr(model.get_submodule(inside), name)]
         parameters = [f"{module}.experts.{name}" for name in inner]
         beside = {path.split(".layers.")[1].split(".", 1)[1] for path in paths
@@ -68,10 +101,10 @@ def peft_config(model: torch.nn.Module) -> peft.LoraConfig:
     )  # fmt: skip
 
 
-def write(case: str, folder: Path) -> dict:
-    name, changes, share = CASES[case]
-    config_class, model_class = getattr(transformers, f"{name}Config"), CLASSES.get(name, f"{name}ForCausalLM")
-    config = config_class(**changes)
+def write(row: dict, folder: Path) -> dict:
+    name, share, count = row["class"], row["share"], row.get("count", TOKENS)
+    model_class = CLASSES.get(name, f"{name}ForCausalLM")
+    config = getattr(transformers, f"{row.get('of_config', name)}Config")(**row["config"])
     model_class = getattr(transformers, model_class)
     model_class(config).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -92,7 +125,7 @@ def write(case: str, folder: Path) -> dict:
         for path, leaf in leaves.items():
             leaf.copy_(torch.from_numpy(values[path]))
     text = getattr(config, "text_config", config)
-    ids = torch.from_numpy(tokens(TOKENS, text.vocab_size))[None].long()
+    ids = torch.from_numpy(tokens(count, text.vocab_size))[None].long()
     mask = torch.ones_like(ids)
     with torch.no_grad(), adapted.disable_adapter():
         plain = adapted(input_ids=ids, attention_mask=mask).logits[0]
@@ -101,8 +134,17 @@ def write(case: str, folder: Path) -> dict:
     arrays = {"logits": plain, "adapted": result.logits[0]}
     arrays |= {f"grad.{path}": leaf.grad for path, leaf in leaves.items()}
     probes = {path: probe(path, array.detach().numpy()) for path, array in arrays.items()}
+    routers = {}
+    if row["case"] in WITH_ROUTERS:
+        adapted.zero_grad()
+        model.router_aux_loss_coef = FACTOR
+        again = adapted(input_ids=ids, attention_mask=mask, labels=ids, output_router_logits=True)
+        again.loss.backward()
+        of_routers = {f"grad.{path}": probe(f"grad.{path}", leaf.grad.numpy()) for path, leaf in leaves.items()}
+        routers = {"routers": {"balance": float(again.aux_loss), "loss": float(again.loss), "probes": of_routers}}
     return {
-        "case": case,
+        "case": row["case"],
+        **({"family": name, "count": count} if "count" in row else {}),
         "share": share,
         "config": json.loads((folder / "config.json").read_text()),
         "tensors": shapes,
@@ -114,6 +156,7 @@ def write(case: str, folder: Path) -> dict:
         "adapter": adapter_shapes,
         "loss": float(result.loss),
         "probes": probes,
+        **routers,
     }
 
 
@@ -123,23 +166,26 @@ CLASSES = {
 }
 
 
-def _rounded(row: dict) -> dict:
+def rounded(row: dict) -> dict:
     """Nine digits of every probe."""
     probes = {name: [float(f"{number:.9g}") for number in values] for name, values in row["probes"].items()}
-    return row | {"probes": probes}
+    return row | {"probes": probes} | ({"routers": rounded(row["routers"])} if "routers" in row else {})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
+    parser.add_argument("--golden", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    for case in CASES:
+    golden = (golden_case(**row) for row in read_cases("golden_cases.jsonl"))
+    for row in golden if options.golden else read_cases("drawn_cases.jsonl"):
+        case = row["case"]
         if not case.startswith(tuple(options.only.split(","))):
             continue
         with TemporaryDirectory() as folder:
             try:
-                row = write(case, options.out / case if options.out else Path(folder))
+                result = write(row, options.out / case if options.out else Path(folder))
             except Exception as error:
                 if not options.out:
                     raise
@@ -148,8 +194,8 @@ def main() -> None:
                 traceback.print_exc()
                 print(f"{case}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
                 continue
-            print(json.dumps(_rounded(row), sort_keys=True, separators=(",", ":")), flush=True)
-            print(case, row["loss"], file=sys.stderr)
+            print(json.dumps(rounded(result), sort_keys=True, separators=(",", ":")), flush=True)
+            print(case, result["loss"], file=sys.stderr)
 
 
 main()

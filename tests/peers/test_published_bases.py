@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from lorafusion_jax.families.multimodal import WRAPPERS, auto_class
 from lorafusion_jax.families.table import FAMILIES
@@ -24,10 +23,9 @@ from lorafusion_jax.peft.folder import read_adapter, write_adapter
 from lorafusion_jax.peft.merge import merge_arrays
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
-from drawn import TOKENS, probe, tokens
+from drawn import GOLDEN, TOKENS, golden, golden_tokens, probe, tokens
 from test_drawn_families import FORWARD, ROWS, write
 
-GOLDEN = Path(__file__).parents[1] / "models" / "golden"
 PEERS = os.environ.get("LORAFUSION_PEERS", "")
 pytestmark = [
     pytest.mark.nightly,
@@ -60,9 +58,9 @@ def script(*arguments: object) -> None:
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
     home = tmp_path_factory.mktemp("published")
-    bases = {name: GOLDEN / case if name == case else home / "bases" / name for name, case in CASES.items()}
+    bases = {name: golden(case) if name == case else home / "bases" / name for name, case in CASES.items()}
     wholes = [
-        {"text": str(GOLDEN / case), "type": name.split()[1], "folder": str(bases[name])}
+        {"text": str(golden(case)), "type": name.split()[1], "folder": str(bases[name])}
         for name, case in CASES.items()
         if name != case
     ]
@@ -73,15 +71,12 @@ def computed(tmp_path_factory):
     for name, case in (CASES | {case: case for case in FORWARD.values()}).items():
         base, model = str(bases[name]), ModelConfig.from_hf(bases[name])
         assert bool(model.wrapper) == (name != case) or name in FORWARD.values()
-        spec, arrays = read_adapter((bases[case] if name == case else GOLDEN / case) / "adapter")
+        spec, arrays = read_adapter((bases[case] if name == case else golden(case)) / "adapter")
         folder = write_adapter(arrays, spec, base, home / "adapters" / name, multimodal=bool(model.wrapper))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the towers that are left out
             merge_arrays(base, spec, arrays, home / "merged" / name)
-        if name in FORWARD.values():
-            ids = tokens(TOKENS, model.vocab_size)
-        else:
-            ids = load_file(GOLDEN / case / "expected.safetensors")["tokens"]
+        ids = golden_tokens(case) if case in GOLDEN else tokens(TOKENS, model.vocab_size)
         every = {"class": CLASSES.get(model.family, auto_class(model.wrapper)), "tokens": ids.tolist()}
         runs += [
             every | {"name": f"{name} base", "base": base, "adapter": None},
@@ -94,27 +89,29 @@ def computed(tmp_path_factory):
         return dict(results)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *FORWARD.values()])
 def test_an_adapter_changes_the_published_base_as_it_was_trained(name, computed):
-    wanted = load_file(GOLDEN / CASES[name] / "expected.safetensors")
-    scale = np.abs(wanted["adapted"]).max()
-    np.testing.assert_allclose(computed[f"{name} base"] / scale, wanted["logits"] / scale, atol=LOGITS)
-    assert np.abs(computed[name] - computed[f"{name} base"]).max() > 100 * LOGITS * scale
-    np.testing.assert_allclose(computed[name] / scale, wanted["adapted"] / scale, atol=LOGITS)
-    np.testing.assert_allclose(computed[f"{name} merged"] / scale, wanted["adapted"] / scale, atol=LOGITS)
+    probes = (GOLDEN | ROWS)[CASES.get(name, name)]["probes"]
+    for run, what in ((f"{name} base", "logits"), (name, "adapted"), (f"{name} merged", "adapted")):
+        error = np.abs(np.subtract(probe(what, computed[run]), probes[what])).max()
+        assert error < LOGITS * probes[what][0], run
+    assert np.linalg.norm(computed[name] - computed[f"{name} base"]) > 100 * LOGITS * probes["logits"][0]
 
 
-@pytest.mark.parametrize("case", FORWARD.values())
-def test_an_adapter_changes_a_drawn_base_as_it_was_trained(case, computed):
-    probes = ROWS[case]["probes"]
-    for name, what in ((f"{case} base", "logits"), (case, "adapted"), (f"{case} merged", "adapted")):
-        error = np.abs(np.subtract(probe(what, computed[name]), probes[what])).max()
-        assert error < LOGITS * probes[what][0], name
-    assert np.linalg.norm(computed[case] - computed[f"{case} base"]) > 100 * LOGITS * probes["logits"][0]
+@pytest.mark.parametrize("case", ["llama3", "gemma2_untied"])
+def test_stored_results_are_those_of_installed_transformers(case):
+    path = Path(__file__).parent / "drawn_families.py"
+    done = subprocess.run([PEERS, str(path), "--golden", "--only", case], capture_output=True, text=True, check=True)
+    again, stored = json.loads(done.stdout), GOLDEN[case]
+    assert again.keys() == stored.keys()
+    assert all(again[key] == stored[key] for key in ("config", "tensors", "adapter", "adapter_config"))
+    np.testing.assert_allclose(again["loss"], stored["loss"], rtol=1e-6)
+    for name, numbers in stored["probes"].items():
+        np.testing.assert_allclose(again["probes"][name], numbers, rtol=0, atol=1e-5 * numbers[0], err_msg=name)
 
 
 def test_every_family_and_every_multimodal_model_is_among_them():
-    families = {ModelConfig.from_hf(GOLDEN / case).family for case in CASES.values()}
+    families = {ModelConfig.from_hf(GOLDEN[case]["config"]).family for case in CASES.values()}
     assert families | {*FORWARD} == set(FAMILIES)
     wrappers = {ROWS[case]["config"]["model_type"] for case in FORWARD.values()} & {*WRAPPERS}
     assert {name.split()[0] for name in WHOLE} | wrappers == set(WRAPPERS)
