@@ -5,18 +5,21 @@ from __future__ import annotations
 import fcntl
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
-import pytest
 from jax import monitoring
 from jax._src import cache_key, compilation_cache, compiler
 
 
-def share_programs(patch: pytest.MonkeyPatch) -> None:
+def share_programs(patch: Any) -> None:
     """Makes jax's cache of compiled programs, on CPUs, one for all devices and processes.
 
     Keys are without the numbers of devices, as jax has them on GPUs, and every process keeps what it compiles. Whoever
     needs a program that another one is compiling waits for it.
+
+    Args:
+        patch: pytest's, or whatever else has a `setattr`.
     """
     hash_options, read_cache = cache_key._hash_serialized_compile_options, compiler._cache_read
 

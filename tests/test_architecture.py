@@ -86,7 +86,19 @@ def trees() -> dict[Path, ast.Module]:
 
 @cache
 def nodes_of_files() -> dict[Path, list[ast.AST]]:
-    return {path: list(ast.walk(tree)) for path, tree in trees().items()}
+    """Nodes that a test looks at: one in ten, and every test goes through all."""
+    return {path: [node for node in ast.walk(tree) if looked_at(node)] for path, tree in trees().items()}
+
+
+def looked_at(node: ast.AST) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id in FILLERS
+    if isinstance(node, ast.Attribute):
+        return node.attr in ENVIRONMENT
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS
+    kinds = ast.Import | ast.ImportFrom | ast.alias | ast.arg | ast.keyword | ast.Global | ast.ClassDef
+    return isinstance(node, kinds)
 
 
 def imported(nodes: list[ast.AST]) -> set[str]:

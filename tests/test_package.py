@@ -10,9 +10,9 @@ from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from small_jobs import write_job, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_BASE_BYTES = 8 * 2**20
@@ -115,19 +115,34 @@ def test_wheel_contains_packages_types_licence_and_examples(wheel):
     assert not [name for name in sizes if "__pycache__" in name or name.startswith("tests/")]
 
 
-def test_the_installed_wheel_trains_the_first_adapter_of_its_demo(installed, outside):
-    """`make demo` trains all of them, from the sources."""
+TRAIN = f"""
+import sys
+from types import SimpleNamespace
+sys.path.append({str(ROOT / "tests")!r})
+import one_compile
+from lorafusion_jax.cli.main import main
+assert not main.__code__.co_filename.startswith({str(ROOT / "lorafusion_jax")!r})
+one_compile.share_programs(SimpleNamespace(setattr=setattr))
+main()
+"""
+
+
+def test_the_installed_wheel_checks_its_demo_and_trains(installed, outside, tiny_base):
+    """`make demo` trains the demo, from the sources. Here programs are those of lossless/test_resume.py."""
     code = "from lorafusion_jax.examples import examples_directory; print(examples_directory())"
     where = run(installed / "python", "-c", code, cwd=outside)
     examples = Path(where.strip())
     assert installed.parent in examples.parents
-    job = yaml.safe_load((examples / "demo.yaml").read_text())
-    job["base"]["model"] = str(examples / "base")
-    ask, *_ = job["adapters"]
-    ask["data"] = {"train": str(examples / ask["data"]["train"])}
-    ask["lora"]["targets"] = ["q_proj", "down_proj"]  # seven compile for longer
-    job["adapters"], job["train"]["max_steps"] = [ask], 1
-    (outside / "jobs.yaml").write_text(yaml.safe_dump(job))
-    run(installed / "lorafusion", "train", "jobs.yaml", "--out", "quick", cwd=outside)
-    (exported,) = (outside / "quick" / "adapters").glob("*/latest/adapter_model.safetensors")
-    assert exported.parts[-3] == ask["name"]
+    run(installed / "lorafusion", "check", examples / "demo.yaml", cwd=outside)
+    entries = [
+        {
+            "name": name,
+            "data": {"train": write_rows(outside, name, 10, longest=10)},
+            "batch": {"global_samples": number},
+            "lora": {"rank": 4, "dropout": dropout},
+        }
+        for name, number, dropout in (("law", 5, 0.2), ("med", 3, 0.1))
+    ]
+    job = write_job(outside, tiny_base, entries, batch={"capacity_tokens": 64, "tile_tokens": 16})
+    run(installed / "python", "-c", TRAIN, "train", job, "--out", "quick", cwd=outside)
+    assert len([*(outside / "quick" / "adapters").glob("*/latest/adapter_model.safetensors")]) == len(entries)

@@ -107,8 +107,8 @@ def test_devices_of_a_layer_give_the_run_of_one_device(base, mesh, trained):
 
 
 def test_an_adapter_alone_is_what_it_is_beside_another(trained):
-    alone, joint = (read_trained(trained("biases", {"tensor": 2}, names)) for names in (("law",), NAMES))
-    assert_equal(alone, joint.of(("law",)), TOLERANCE)
+    alone, joint = (read_trained(trained("biases", {"tensor": 2}, names)) for names in (("med",), NAMES))
+    assert_equal(alone.without_evaluations(), joint.of(("med",)).without_evaluations(), TOLERANCE)
 
 
 @pytest.mark.nightly
