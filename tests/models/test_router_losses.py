@@ -30,13 +30,13 @@ def computed(case: str) -> dict[str, np.ndarray]:
     leaves = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(lora)}
     leaves = {name: jnp.asarray(leaf) for name, leaf in put_adapter(leaves, 0, arrays).items()}
     config, T = model.config, len(tokens)
-    rows, length_M = jnp.arange(T), jnp.array([0, T])  # the first place is not used
-    context = LoRAContext.of([spec], jnp.zeros(1, jnp.int32), train=False)
-    inputs = layer_inputs(config, rows, Segments.from_lengths([T], T), context)
-    inside = {"inside": rows_inside(jnp.array([-1, 0]), length_M, T)}
-    inputs = type(inputs)(**{name: getattr(inputs, name) for name in inputs.__slots__} | inside)
+    rows, length_M = np.arange(T), np.array([0, T])  # the first place is not used
+    context = LoRAContext.of([spec], np.zeros(1, np.int32), train=False)
 
     def loss(leaves):
+        inputs = layer_inputs(config, jnp.asarray(rows), Segments.from_lengths([T], T), context)
+        inside = {"inside": rows_inside(jnp.array([-1, 0]), length_M, T)}
+        inputs = type(inputs)(**{name: getattr(inputs, name) for name in inputs.__slots__} | inside)
         flat = [(path, leaf.replace(leaves[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(lora)]
         model = nnx.merge(graph, nnx.from_flat_state(flat), frozen)
         x_TD, choices = embed(model.embed_tokens.weight[...], tokens, config.embedding_scale), 0.0
