@@ -17,9 +17,8 @@ from lorafusion_jax.families.multimodal import stored_names
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.readable import RECORD, check_regular, open_regular, read_text
-from lorafusion_jax.weights.checkpoint_formats import FLOATS
+from lorafusion_jax.weights.checkpoint_formats import FLOATS, INDEX, SINGLE, two_sets
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 # NaN and infinity have all bits of the exponent set: (type of the bits, these bits). This 8-bit float has no infinity,
 # and one NaN, of all bits but the sign.
@@ -100,6 +99,8 @@ def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionErro
         ]
     try:
         files = _listed_files(directory)
+        if error := two_sets(directory, [file.name for file in files]):
+            return [error]
         if absent := [file for file in files if not file.is_file()]:
             message, fix = "a weight file is missing.", "download the model again"
             return [CheckpointError("model.missing-file", message, where=str(file), fix=fix) for file in absent]

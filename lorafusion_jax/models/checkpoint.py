@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few, raise_all
 from lorafusion_jax.families.hf_config import one_of_each
 from lorafusion_jax.readable import RECORD, check_regular, read_text
+from lorafusion_jax.weights.checkpoint_formats import INDEX, SINGLE, two_sets
 
 SHOWN = 20  # tensors that a message names
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READABLE = ("F32", "F16", "BF16")
 DTYPES: Mapping[str, Any] = {
     "F32": np.float32,
@@ -109,8 +109,9 @@ def _read_index(directory: Path) -> dict[str, Stored]:
     index = directory / INDEX
     weight_map = _weight_map(index)
     tensors: dict[str, Stored] = {}
-    errors: list[LoraFusionError] = []
-    for shard in sorted(set(weight_map.values())):
+    shards = sorted(set(weight_map.values()))
+    errors: list[LoraFusionError] = [error] if (error := two_sets(directory, shards)) else []
+    for shard in shards:
         try:
             tensors |= _header(directory / shard)
         except CheckpointError as error:

@@ -17,11 +17,11 @@ import numpy as np
 from flax import nnx
 
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.models.checkpoint import INDEX, SINGLE
 from lorafusion_jax.models.decoder import Decoder
 from lorafusion_jax.models.expert_files import write_part
 from lorafusion_jax.models.naming import Tensor, frozen_tensors
 from lorafusion_jax.tensor_file import bytes_of, header_of
+from lorafusion_jax.weights.checkpoint_formats import INDEX, SINGLE
 
 SHARD_BYTES = 4 * 1024**3
 COMPANIONS = (

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,24 @@ from lorafusion_jax.weights.table import NONE
 Shape = tuple[int, ...]
 Tensors = Mapping[str, np.ndarray]
 FLOATS = ("F32", "BF16", "F16")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def two_sets(directory: Path, indexed: Collection[str]) -> CheckpointError | None:
+    """The error of a folder with one file of weights beside an index of others: some programs read one, some the other.
+
+    Args:
+        indexed: files that the index names.
+    """
+    if SINGLE in indexed or not all((directory / name).is_file() for name in (SINGLE, INDEX)):
+        return None
+    return CheckpointError(
+        "model.two-sets",
+        f"the folder holds two sets of weights: {SINGLE}, and what {INDEX} names.",
+        where=str(directory),
+        why="transformers reads the first, other programs the second",
+        fix=f"remove {SINGLE}, or {INDEX} with its files",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,13 @@ def sharded(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def doubled(folder):
+    single, shard = folder / "model.safetensors", folder / "model-00001-of-00001.safetensors"
+    shutil.copyfile(single, shard)
+    index = {"weight_map": dict.fromkeys(load_file(single), shard.name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def emptied(folder):
     for name in ("config.json", "model.safetensors"):
         (folder / name).unlink()
@@ -64,6 +71,7 @@ BROKEN = {
     "only a gguf": (lambda folder: renamed(folder, "model-q4.gguf"), "model.no-weights"),
     "shards without an index": (lambda folder: renamed(folder, "model-00001-of-00001.safetensors"), "model.no-weights"),
     "a shard is missing": (sharded, "model.missing-file"),
+    "two sets of weights": (doubled, "model.two-sets"),
     "names without model.": (lambda folder: rewrite(folder, unprefixed), "model.tensors-differ"),
     "no norm": (
         lambda folder: rewrite(folder, lambda tensors: {n: x for n, x in tensors.items() if n != NORM}),

@@ -249,6 +249,18 @@ def test_all_broken_shards_are_named(tmp_path):
     ]
 
 
+def test_a_folder_with_two_sets_of_weights_is_an_error(tmp_path):
+    """transformers reads model.safetensors, vLLM what the index names."""
+    model_dir = sharded(tmp_path)
+    (model_dir / "model.safetensors").write_bytes((PLAIN / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match="two sets of weights"):
+        load_decoder(model_dir)
+    index = model_dir / "model.safetensors.index.json"
+    one_file = dict.fromkeys(json.loads(index.read_text())["weight_map"], "model.safetensors")
+    index.write_text(json.dumps({"weight_map": one_file}))
+    load_decoder(model_dir)
+
+
 def test_index_with_missing_tensors_is_an_error(tmp_path):
     model_dir = sharded(tmp_path)
     index = model_dir / "model.safetensors.index.json"
