@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import tokenizers
@@ -230,13 +230,15 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     config = _read_json(folder / "tokenizer_config.json")
+    declared = _add_declared(folder, config, backend)
     special = _special_tokens(folder, config, backend)
     template, stops = _chat_template(folder, config), tuple(_named_stops(folder, backend, special))
     ids = {name: backend.token_to_id(text) for name, text in special.items()}
     with _reporting_failures("a text"):
         probe = backend.encode("a", add_special_tokens=True).ids
     bos = ids.get("bos_token")
-    digest = hashlib.sha256(content + json.dumps(sorted(special.items())).encode()).hexdigest()[:16]
+    settings = json.dumps(sorted(special.items())) + (json.dumps(declared) if declared else "")
+    digest = hashlib.sha256(content + settings.encode()).hexdigest()[:16]
     tokenizer = Tokenizer(
         backend=backend,
         special_tokens=special,
@@ -337,6 +339,51 @@ def _read_json(path: Path) -> dict:
         why = "a text in it holds half a character (a lone surrogate)"
         raise CheckpointError("tokenizer.broken", f"{path} cannot be used.", where=str(path), why=why)
     return value if isinstance(value, dict) else {}
+
+
+def _add_declared(folder: Path, config: dict, backend: tokenizers.Tokenizer) -> list[str]:
+    """Adds tokens that files beside tokenizer.json declare, as transformers does, and returns their texts.
+
+    Raises:
+        CheckpointError: `tokenizer.broken`, they are no tokens, or have other ids than these files say.
+    """
+    by_id = config.get("added_tokens_decoder")
+    if not by_id:
+        by_id = {number: text for text, number in _read_json(folder / "added_tokens.json").items()}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    present = {token.content for token in backend.get_added_tokens_decoder().values()}
+    try:
+        declared = [(_declared_token(token), int(number)) for number, token in by_id.items()]
+        declared.sort(key=lambda entry: entry[1])
+        texts = extra.values() if isinstance(extra, dict) else extra
+        declared += [(_declared_token(token, special=True), None) for token in texts]
+        absent: dict[str, tuple[tokenizers.AddedToken, int | None]] = {}
+        for token, number in declared:
+            if token.content not in present:
+                absent.setdefault(token.content, (token, number))
+        backend.add_tokens([token for token, _ in absent.values()])
+    except (TypeError, ValueError, AttributeError, KeyError) as problem:
+        message = "the tokens that tokenizer_config.json or added_tokens.json add cannot be read."
+        raise CheckpointError("tokenizer.broken", message, where=str(folder), why=str(problem)) from None
+    for text, (_, number) in absent.items():
+        if number is not None and (actual := backend.token_to_id(text)) != number:
+            raise CheckpointError(
+                "tokenizer.broken",
+                f"the token {shortened_text(text, SHOWN_WHY)!r} has two ids, {number} and {actual}.",
+                where=str(folder),
+                why="it is declared beside tokenizer.json, whose next token would be the second",
+                fix="AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes them into one file",
+            )
+    return list(absent)
+
+
+def _declared_token(token: Any, *, special: bool = False) -> tokenizers.AddedToken:
+    content, flags = (token, {}) if isinstance(token, str) else (token["content"], token)
+    if not isinstance(content, str) or not content:
+        raise ValueError(f"{shortened_text(str(content), SHOWN_WHY)!r} is no token")
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    flags = {"special": special} | {name: flags[name] for name in names if isinstance(flags.get(name), bool)}
+    return tokenizers.AddedToken(content, **flags)
 
 
 def _special_tokens(folder: Path, config: dict, backend: tokenizers.Tokenizer) -> dict[str, str]:

@@ -113,6 +113,44 @@ def test_special_tokens_as_objects_and_in_other_files(tmp_path):
     assert load_tokenizer(folder).eos_id == 2
 
 
+def declare(folder, name, values):
+    file = folder / name
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | values))
+    return folder
+
+
+def test_tokens_that_are_declared_beside_the_vocabulary_are_tokens(tmp_path, tokenizer):
+    """As transformers adds them: those of the table by their ids, then further ones; others are there already."""
+    size = tokenizer.vocab_size
+    known, think = {"content": "<|end|>", "special": True}, {"content": "<think>", "special": False, "lstrip": True}
+    table = {"added_tokens_decoder": {"0": known, str(size + 1): think, str(size): {"content": "<call>"}}}
+    values = table | {"extra_special_tokens": ["<image>", "<call>", {"content": "<audio>"}]}
+    ours = load_tokenizer(declare(write_model(tmp_path / "a"), "tokenizer_config.json", values))
+    texts = {"<call>": size, "<think>": size + 1, "<image>": size + 2, "<audio>": size + 3, "<|end|>": 0}
+    assert {text: ours.encode(text) for text in texts} == {text: [number] for text, number in texts.items()}
+    assert ours.encode("a <think>") == [*tokenizer.encode("a"), size + 1]
+    assert ours.digest != tokenizer.digest
+
+    folder = declare(write_model(tmp_path / "b"), "added_tokens.json", {"<call>": size})
+    assert load_tokenizer(folder).encode("<call>") == [size]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "why"),
+    [
+        ("added_tokens.json", {"<call>": 10**6}, "two ids"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": "<call>"}}}, "two ids"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"text": "<call>"}}}, "cannot be read"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"seven": "<call>"}}, "cannot be read"),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "cannot be read"),
+        ("tokenizer_config.json", {"extra_special_tokens": [""]}, "cannot be read"),
+        ("tokenizer_config.json", {"extra_special_tokens": 3}, "cannot be read"),
+    ],
+)
+def test_declared_tokens_that_are_none_are_refused(name, values, why, tmp_path):
+    assert why in fails(declare(write_model(tmp_path), name, values), "tokenizer.broken").what
+
+
 def test_folder_without_tokenizer(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     tokenizer = load_tokenizer(tmp_path)
