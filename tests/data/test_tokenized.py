@@ -1,10 +1,10 @@
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from data_helpers import MARKED_TEMPLATE, chat, learned, write_model
+from drawn import GOLDEN
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ from lorafusion_jax.data.model_fit import model_problems
 from lorafusion_jax.errors import DataError
 from lorafusion_jax.families.model import ModelConfig
 
-SHAPE = ModelConfig.from_hf(Path(__file__).parents[1] / "models" / "golden" / "llama3")
+SHAPE = ModelConfig.from_hf(GOLDEN["llama3"]["config"])
 TWO_TURNS = {"messages": chat("2+2?", "four", "3+3?", "six", system="Be brief.")}
 PAIR = {"prompt": "2+2?", "completion": "four"}
 LONG = {"prompt": "two and " * 30, "completion": "four"}
