@@ -24,7 +24,8 @@ from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.serve.tinker.datums import DatumError
 from lorafusion_jax.serve.tinker.messages import message_class
-from lorafusion_jax.serve.worker.samples import Samples
+from lorafusion_jax.serve.worker import samples
+from lorafusion_jax.serve.worker.samples import Samples, expected_room
 from lorafusion_jax.serve.worker.stream import Models
 from lorafusion_jax.session import WindowPlanner
 
@@ -317,6 +318,20 @@ def test_samples_have_the_log_probabilities_of_forward(sampling):
     worker.send(rows(worker.folder, 6, [PROMPT]), call(worker.folder, 7))  # the model trains, its snapshots stay
     assert drawn(sampled(worker, "later", peft, **greedy)) == [(tokens, logprobs)]
     assert not np.allclose(scores_of(worker, 8, PROMPT + tokens), scores)
+
+
+def test_a_worker_says_how_much_it_can_sample_beside_slots(session, monkeypatch):
+    assert expected_room(session, 4) == ""  # a CPU has no limit
+    texts = []
+    for size in (1 << 31, 3 << 30, 4 << 30):
+        monkeypatch.setattr(samples, "device_bytes", lambda size=size: size)
+        texts.append(expected_room(session, 4))
+    pattern = r"beside slots, by count: a cache of (\S+) GB for samples, (\d+) sequences of 4096 tokens"
+    rooms = [float(re.fullmatch(pattern, text).group(1)) for text in texts]
+    assert rooms[2] - rooms[1] == pytest.approx(0.8 * (1 << 30) / 1e9, rel=0.01)
+    assert 0 < rooms[0] < 0.8 * (1 << 31) / 1e9
+    monkeypatch.setattr(samples, "device_bytes", lambda: 1 << 29)
+    assert expected_room(session, 4).endswith("that is little for 4 adapters: take fewer --sampler-places or --places")
 
 
 def test_samples_end_by_their_stops_and_differ_by_their_seeds(sampling):

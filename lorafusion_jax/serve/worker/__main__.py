@@ -55,6 +55,7 @@ def main() -> int:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, settings["gpus"])))
     from lorafusion_jax.config.schema import BaseSettings, BatchSettings, MeshSettings, TrainSettings
     from lorafusion_jax.serve.worker.loop import WorkerLoop
+    from lorafusion_jax.serve.worker.samples import expected_room
     from lorafusion_jax.session import Places, Session, WindowPlanner
     from lorafusion_jax.session.turns import JOBS_SHARE, Turns
 
@@ -74,6 +75,8 @@ def main() -> int:
         link.close()
         raise
     open_event.set()
+    if text := expected_room(session, settings["sampler_places"]):
+        print(text, flush=True)
     windows = WindowPlanner(session, Turns(jobs_share=settings.get("jobs_share", JOBS_SHARE)))
     options = {name: settings[name] for name in ("save_s", "sampling_share", "sampler_places")}
     loop = WorkerLoop(session, windows, link, held, **options)

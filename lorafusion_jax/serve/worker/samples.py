@@ -6,10 +6,11 @@ The engine runs between slots. Threads read weights of snapshots and write answe
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,18 +19,19 @@ import numpy as np
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.config.stack import without_places
+from lorafusion_jax.config.stack import place_name, without_places
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import LoraFusionError, RunError, ServerCallError
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.generation.answer_text import text_options
-from lorafusion_jax.generation.capacity import block_bytes, blocks_that_fit
+from lorafusion_jax.generation.capacity import SHARE_OF_MEMORY, block_bytes, blocks_that_fit
 from lorafusion_jax.generation.engine import ROWS, SLOTS, Engine
 from lorafusion_jax.generation.load import read_leaves
 from lorafusion_jax.generation.requests import Answer, Request
 from lorafusion_jax.generation.slots import Sampler
 from lorafusion_jax.generation.text import tokenizer_of_folder
 from lorafusion_jax.models.cache import BLOCK
+from lorafusion_jax.planning.memory import stage_memory
 from lorafusion_jax.serve.refusals import describe
 from lorafusion_jax.serve.tinker.datums import DatumError
 from lorafusion_jax.serve.tinker.samples import SampleRequest, read_sample, write_samples
@@ -37,10 +39,11 @@ from lorafusion_jax.serve.wire import Message
 from lorafusion_jax.serve.worker.completions import CompletionRequest, Part, Progress, read_completion, write_part
 from lorafusion_jax.serve.worker.link import Link
 from lorafusion_jax.session import AdapterState, Session
-from lorafusion_jax.session.base import stages_for
+from lorafusion_jax.session.base import device_bytes, memory_problem_here, stages_for
 from lorafusion_jax.session.distant_stage import local_stages
 
 MOST_SAMPLERS = 64  # snapshots in memory; others are read again
+LONG, LEAST_ROOM = 4096, 1 << 30  # tokens of a long sequence; bytes that samples should have
 Leaves = dict[str, np.ndarray]
 
 
@@ -238,6 +241,29 @@ class Samples:
             return
         digest = hashlib.sha256(content).hexdigest()
         self._link.emit("sampled", future=command["future"], sha256=digest, bytes=len(content))
+
+
+def expected_room(session: Session, places: int) -> str:
+    """Says how much can be sampled beside slots, by count: what these, and the adapters to sample from, leave.
+
+    Empty where devices have no limit, and where the session is on several hosts.
+    """
+    size, stages = device_bytes(), list(local_stages(session.stages).values())
+    if size is None or len(stages) < len(session.stages):
+        return ""
+    problem = memory_problem_here(session.config, stages[0].parts.model)
+    slots = max(stage.total for stage in stage_memory(replace(problem, remat=session.facts.remat)))
+    parts, kinds = stages[0].parts, session.places.kinds
+    shapes = parts.leaves.own_shapes()
+    plain = [shapes[place_name(place)].values() for place, kind in enumerate(kinds) if kind == PLAIN]
+    adapter = max((sum(map(math.prod, leaves)) for leaves in plain), default=0) // len(stages)
+    unused = size - slots - places * adapter * np.dtype(parts.dtype).itemsize
+    blocks = max(int(unused * SHARE_OF_MEMORY), 0) // block_bytes(stages)
+    sequences, size_gb = blocks * BLOCK // LONG, blocks * block_bytes(stages) / 1e9
+    text = f"beside slots, by count: a cache of {size_gb:.3g} GB for samples, {sequences} sequences of {LONG} tokens"
+    if unused < LEAST_ROOM:
+        text += f"; that is little for {places} adapters: take fewer --sampler-places or --places"
+    return text
 
 
 class Bank:
