@@ -48,12 +48,14 @@ class Budget:
     def value(self, value: Any) -> None:
         """Charges a value by its unfolded size: lists that refer to one list several times grow as fast as texts."""
         if isinstance(value, str):
-            self.write(len(value))
+            self.write(str.__len__(value))  # of a text that hides its content, too
             return
         stack = [value]
         while stack:
             item = stack.pop()
-            if isinstance(item, str | bytes):
+            if isinstance(item, str):
+                self.write(str.__len__(item))
+            elif isinstance(item, bytes):
                 self.write(len(item))
             elif isinstance(item, list | tuple | set | frozenset):
                 self.write(CHARACTERS_PER_ITEM * len(item))

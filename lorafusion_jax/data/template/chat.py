@@ -17,11 +17,13 @@ from jinja2 import TemplateSyntaxError
 
 from lorafusion_jax.data.template.compiled import PROBLEMS, TemplateLimit, TemplateProblem, compile_template
 from lorafusion_jax.data.template.conversation import REASONING, Conversation, Rendered, end_answers, results_after
+from lorafusion_jax.data.template.skeleton import Guard, Inspected, Rule, Shape, Skeleton, hidden_messages, shape_of
 from lorafusion_jax.errors import CheckpointError
 
 ASKED, ANSWERED = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
 CALL = {"type": "function", "id": "a", "function": {"name": "a", "arguments": {}}}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+MOST_SHAPES = 4096  # of conversations whose texts are kept
 RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -39,6 +41,7 @@ class ChatTemplate:
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     stops: tuple[str, ...] = ()
+    _skeletons: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
     def marks_answers(self) -> bool:
@@ -77,7 +80,11 @@ class ChatTemplate:
     ) -> Rendered:
         """Renders a conversation whose whole text is learned; see `render`."""
         return self._attempt(
-            messages, tools, variables, lambda chat: self._ended(chat.rendered(((0, len(chat.text)),)), messages)
+            messages,
+            tools,
+            variables,
+            lambda chat: self._ended(chat.rendered(((0, len(chat.text)),)), messages),
+            ("whole",),
         )
 
     def render_answers(
@@ -112,7 +119,8 @@ class ChatTemplate:
             results = {turn: results_after(messages, turn) for turn in turns}
             return end_answers(rendered, turns, self.stops, marker, results) if self.stops else rendered
 
-        return self._attempt(messages, tools, variables, find_answers)
+        key = "answers", last_only, None if learned is None else tuple(learned)
+        return self._attempt(messages, tools, variables, find_answers, key)
 
     def render_after_prompt(
         self,
@@ -133,7 +141,7 @@ class ChatTemplate:
             rendered = dataclasses.replace(chat.rendered(()), prompt=chat.render_prompt(first))
             return self._ended(rendered, messages) if ends else rendered
 
-        return self._attempt(messages, tools, variables, split)
+        return self._attempt(messages, tools, variables, split, ("prompt", first, ends))
 
     def with_arguments(
         self, messages: Sequence[dict], *, tools: list | None = None, variables: Mapping[str, Any] = {}
@@ -174,11 +182,19 @@ class ChatTemplate:
         tools: list | None,
         variables: Mapping[str, Any],
         use: Callable[[Conversation], R],
+        key: tuple[Any, ...] | None = None,
     ) -> R:
         """Tries the three forms of a message without content (one that only calls tools).
 
         Templates expect the key to be absent (as in transformers), null, or an empty text.
+
+        Args:
+            key: what `use` returns a `Rendered` of, besides the conversation (None: it returns something else).
         """
+        if key is not None and not tools and not variables and (shape := shape_of(messages)) is not None:
+            pattern = self._pattern(shape, use, key)
+            if pattern is not None and (rendered := pattern.fill(shape)) is not None:
+                return rendered  # pyright: ignore[reportReturnType]
         last: TemplateProblem | None = None
         complete = all(message.get("content") is not None for message in messages)
         for absent in ({}, {"content": None}, {"content": ""}):
@@ -192,6 +208,59 @@ class ChatTemplate:
                     break
         assert last is not None
         raise last
+
+    def _pattern(self, shape: Shape, use: Callable[[Conversation], Any], key: tuple[Any, ...]) -> Pattern | None:
+        """Returns the text of all conversations of a shape; None if it depends on more of their contents."""
+        full = key, shape.key
+        if full not in self._skeletons:
+            if len(self._skeletons) == MOST_SHAPES:
+                self._skeletons.clear()
+            self._skeletons[full] = self._new_pattern(shape, use)
+        return self._skeletons[full]
+
+    def _new_pattern(self, shape: Shape, use: Callable[[Conversation], Any]) -> Pattern | None:
+        _, _, _, reads, looks = compile_template(self.source)
+        if reads or looks:
+            return None
+        guard = Guard()
+        messages = [_normalize(message, {}) for message in hidden_messages(shape)]
+        chat = Conversation(self.source, self.special_tokens, messages=messages, tools=None, variables={}, guard=guard)
+        try:
+            return Pattern.of(use(chat), guard, shape, (*self.stops, self.special_tokens.get("eos_token", "")))
+        except (Inspected, TemplateProblem):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What all conversations of a shape are rendered to whose contents obey a rule."""
+
+    rendered: Rendered
+    text: Skeleton
+    prompt: Skeleton | None
+    rule: Rule
+
+    @classmethod
+    def of(cls, rendered: Rendered, guard: Guard, shape: Shape, tokens: Sequence[str]) -> Pattern | None:
+        """Takes the `Rendered` of hidden messages; None if it depends on more of their contents."""
+        if rendered.omits_message is not None:
+            return None
+        text = Skeleton.of(rendered.text, rendered.answers)
+        prompt = None if rendered.prompt is None else Skeleton.of(rendered.prompt)
+        return cls(rendered, text, prompt, Rule.of(guard.asked, [token for token in tokens if token], text, shape))
+
+    def fill(self, shape: Shape) -> Rendered | None:
+        """Returns what a conversation is rendered to; None if its contents do not obey the rule."""
+        if not self.rule.holds(shape):
+            return None
+        text, positions = self.text.fill(shape.contents)
+        return Rendered(
+            text=text,
+            answers=tuple(zip(positions[::2], positions[1::2], strict=True)),
+            prompt=None if self.prompt is None else self.prompt.fill(shape.contents).text,
+            unended=self.rendered.unended,
+            ends_early=self.rendered.ends_early,
+        )
 
 
 def parse_arguments(message: dict) -> dict:

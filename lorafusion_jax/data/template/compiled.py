@@ -53,7 +53,7 @@ def render(source: str, values: dict[str, Any], marked: Sequence[dict] | None = 
 
 
 @functools.lru_cache(maxsize=32)
-def compile_template(source: str) -> tuple[Sandbox, Template, bool, bool]:
+def compile_template(source: str) -> tuple[Sandbox, Template, bool, bool, bool]:
     """Compiles a template. Returns it with its sandbox, and what `Sandbox.compiled` says of it.
 
     Raises:

@@ -18,6 +18,8 @@ from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.template.compiled import TemplateProblem, compile_template, render
 from lorafusion_jax.data.template.hooks import RESERVED
 from lorafusion_jax.data.template.marks import Marked, Span, read_marks, spans_by_message
+from lorafusion_jax.data.template.opaque import Inspected
+from lorafusion_jax.data.template.skeleton import Guard
 
 MOST_MESSAGES = 1000  # of a conversation in which each answer takes a render of all that is before it
 PROBE = "\ufdd4"  # a message content that cannot occur elsewhere in the text
@@ -52,6 +54,7 @@ class Conversation:
     Args:
         source, special_tokens: of the template.
         variables: further variables of the template.
+        guard: hides contents from the template (None: it sees them).
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class Conversation:
         messages: Sequence[dict],
         tools: list | None,
         variables: Mapping[str, Any],
+        guard: Guard | None = None,
     ):
+        self._guard = guard
         self._source, self._special_tokens = source, special_tokens
         self._messages, self._tools, self._variables = list(messages), tools, variables
 
@@ -75,6 +80,9 @@ class Conversation:
 
     def render(self, messages: Sequence[dict], *, ask: bool = False, marked: Sequence[dict] | None = None) -> str:
         """Renders messages of this conversation, optionally with the generation prompt or with marks."""
+        if self._guard is not None:
+            messages = self._guard.hide(messages)
+            marked = None if marked is None else messages
         values = {
             **self._special_tokens,
             **self._variables,
@@ -109,7 +117,7 @@ class Conversation:
         if any(RESERVED.search(text) for text in _nested_texts([self._messages, self._tools])):
             raise TemplateProblem("a message holds one of the code points U+FDD0 to U+FDD3, which no text may use")
         turns = [turn for turn, message in enumerate(self._messages) if message["role"] == "assistant"]
-        _, _, marks_answers, reads = compile_template(self._source)
+        _, _, marks_answers, reads, _ = compile_template(self._source)
         if not marks_answers and not last_only:
             self._check_length()
         reads = reads or any(RESERVED.search(text) for text in _nested_texts([self._special_tokens, self._variables]))
@@ -149,6 +157,7 @@ class Conversation:
         before = self._prompt(turn)
         if before is not None and text.startswith(before) and begin <= len(before) <= end:
             return len(before) - begin
+        self._needs_contents()
         # The generation prompt differs from the start of the message: e.g. it opens the reasoning, which the template
         # strips from answers, or earlier turns are rendered differently once more follow. Use the common prefix.
         headers = [text[begin:end], self._probed_header(turn)]
@@ -160,6 +169,10 @@ class Conversation:
         if common not in headers and common.rfind("<") > common.rfind(">"):
             common = common[: common.rfind("<")]  # cut inside a tag: <|two|> and <|three|> share no token
         return len(common)
+
+    def _needs_contents(self) -> None:
+        if self._guard is not None:
+            raise Inspected
 
     def _prompt(self, turn: int) -> str | None:
         try:
@@ -194,6 +207,7 @@ class Conversation:
 
     def _span_by_prefix(self, text: str, turn: int) -> Span:
         """Finds an answer for templates that do not loop over messages: the text before it must be a prefix."""
+        self._needs_contents()
         before = self._prompt(turn)
         if before is None or not text.startswith(before):
             raise TemplateProblem(

@@ -14,6 +14,7 @@ from jinja2.ext import Extension
 from jinja2.visitor import NodeTransformer
 
 from lorafusion_jax.data.template.budget import Budget
+from lorafusion_jax.data.template.opaque import Opaque
 
 # Unicode noncharacters: no text may contain them.
 GENERATION_OPEN, GENERATION_CLOSE = "\ufdd0", "\ufdd1"
@@ -75,7 +76,8 @@ class Hooks(Extension):
     def joined(self, *values: Any) -> str:
         for value in values:
             self.state.budget.value(value)
-        return "".join(map(str, values))
+        hidden = next((value for value in values if isinstance(value, Opaque)), None)
+        return "".join(map(str, values)) if hidden is None else hidden.joined(*values)
 
 
 class Instrument(NodeTransformer):

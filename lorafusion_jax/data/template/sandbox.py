@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from lorafusion_jax.data.template.budget import (
     CHARACTERS,
@@ -26,6 +27,7 @@ from lorafusion_jax.data.template.budget import (
     check_widths,
 )
 from lorafusion_jax.data.template.hooks import RESERVED, Hooks, Instrument, RenderState
+from lorafusion_jax.data.template.opaque import Inspected, Opaque, check_filter, holds_hidden
 
 # Some templates print the date. Their clock is fixed, so that a plan has the same tokens on every day.
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
@@ -51,11 +53,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
             del self.filters[name]
         self.filters["tojson"] = _tojson
         self.filters = {name: self._charge_calls(name, function) for name, function in self.filters.items()}
+        for name in ("iterable", "sequence"):
+            self.tests[name] = _true_of_texts(self.tests[name])
         self.globals.pop("lipsum")
         self.globals.update(raise_exception=_raise_exception, strftime_now=TEMPLATE_DATE.strftime)
 
-    def compiled(self, source: str) -> tuple[Template, bool, bool]:
-        """Compiles a template. Also returns whether it has generation blocks, and whether it may read its output."""
+    def compiled(self, source: str) -> tuple[Template, bool, bool, bool]:
+        """Compiles a template.
+
+        Also returns whether it has generation blocks, whether it may read its output, and `looks_into_texts`.
+        """
         self.state.budget = Budget()
         tree = self.parse(source)
         hooks = self.extensions[Hooks.identifier]
@@ -63,10 +70,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             isinstance(call.node, nodes.ExtensionAttribute) and call.node.name == "generation"
             for call in tree.find_all(nodes.Call)
         )
-        reads = _may_read_output(tree)
+        reads, looks = _may_read_output(tree), looks_into_texts(tree)
         tree = Instrument(hooks).visit(tree).set_environment(self)
         code = self.compile(tree)
-        return self.template_class.from_code(self, code, self.make_globals(None)), marks, reads
+        return self.template_class.from_code(self, code, self.make_globals(None)), marks, reads, looks
 
     def render(self, template: Template, values: dict[str, Any], marked: Sequence[dict] | None = None) -> str:
         """Renders a compiled template.
@@ -94,7 +101,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str):
             check_widths(left)
         elif isinstance(left, str) and isinstance(right, str):
-            budget.write(len(left) + len(right))
+            budget.write(str.__len__(left) + str.__len__(right))
         result = super().call_binop(context, operator, left, right)
         if not isinstance(result, str | int | float):
             budget.value(result)
@@ -104,6 +111,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, Hooks):
             return obj(*args, **{key: value for key, value in kwargs.items() if key == "caller"})
+        if obj not in (Namespace, dict) and (holds_hidden(args) or holds_hidden(kwargs)):
+            raise Inspected
         self.state.budget.step()
         if isinstance(owner, str | bytes):
             self._check_arguments(obj.__name__, (owner, *args), kwargs, method=True)
@@ -124,12 +133,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _charged(self, value: Any) -> Any:
         self.state.budget.value(value)
-        return value
+        return value.text if isinstance(value, Opaque) else value
 
     def _charge_calls(self, name: str, function: Callable) -> Callable:
         @functools.wraps(function)  # keeps jinja2's attributes of filters, e.g. that they take the environment
         def limited(*args, **kwargs):
             self.state.budget.step()
+            check_filter(name, (*args, *kwargs.values()))
             self._check_arguments(name, args, kwargs, method=False)
             result = function(*args, **kwargs)
             if isinstance(result, str | list | tuple | dict):
@@ -161,6 +171,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
             budget.write(many * max(map(len, texts)) if many else 0)
         if name == "indent" and len(texts) >= 2:
             budget.write((str(texts[0]).count("\n") + 1) * len(texts[1]))
+
+
+def _true_of_texts(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Returns a test that is true of every text, without a look into it."""
+    return lambda value: isinstance(value, str) or test(value)
+
+
+def looks_into_texts(tree: nodes.Template) -> bool:
+    """Whether a template asks for what is in a text in a way that a text cannot notice."""
+    if any(test.name == "in" for test in tree.find_all(nodes.Test)):
+        return True
+    literals = (nodes.List, nodes.Tuple, nodes.Dict)
+    return any(
+        operand.op in ("in", "notin") and not isinstance(operand.expr, literals)
+        for compare in tree.find_all(nodes.Compare)
+        if not isinstance(compare.expr, nodes.Const)
+        for operand in compare.ops
+    )
 
 
 def _may_read_output(tree: nodes.Template) -> bool:
