@@ -16,6 +16,7 @@ from scheduling.mixed_sizes import fill_sizes
 from scheduling.packing.balance_tokens import balance_tokens
 from scheduling.packing.balance_work import balance_work
 from scheduling.packing.budget import Budget
+from scheduling.packing.greedy import greedy
 from scheduling.packing.problem import Filling, Problem, make_problem, to_plan
 from scheduling.packing.restarts import first_filling, restart
 from scheduling.packing.search import search
@@ -42,6 +43,8 @@ def make_plan(
     search_evaluations: int | None = None,
     cost_model: CostModel | None = None,
     max_capacity_tokens: int = 16384,
+    most_open: int | None = None,
+    rests: Sequence[int] = (),
 ) -> Plan:
     """Plans all samples of all jobs in few slots with an even load, and verifies the plan.
 
@@ -69,6 +72,9 @@ def make_plan(
         cost_model: predicts times for `capacity_tokens="auto"`, and for several capacities (None: 8B on an H200; only
             the ratios of the times matter).
         max_capacity_tokens: largest capacity that "auto" tries.
+        most_open: jobs that have begun and have samples left, at a time (None: all). The others wait, and the longest
+            go first. Such a plan is made by a greedy pass, without a search.
+        rests: with `most_open`, numbers of batches after which a job lets others come before it goes on.
 
     Raises:
         PlanError: jobs or settings cannot be planned. The message names adapter, sample index and length.
@@ -83,7 +89,7 @@ def make_plan(
     if capacity_tokens == "auto":
         capacity_tokens = _best_capacity(jobs, shape, cost_model, max_capacity_tokens)
     limits = check_jobs(jobs, capacity_tokens=capacity_tokens, **shape)
-    problem = make_problem(jobs, limits)
+    problem = make_problem(jobs, limits, most_open=most_open, rests=rests)
     positions = [np.arange(job.num_samples) for job in jobs]
     bound, filling = fill(problem, positions, effort, seed, cost_model=cost_model)
     plan = to_plan(problem, filling, seed=seed, lower_bound=bound)
@@ -120,6 +126,8 @@ def fill(
         cost_model: as in `make_plan`, for several capacities.
     """
     bound = bound_of_rest(problem.jobs, left, problem.ready, problem.limits)
+    if problem.most_open is not None:
+        return bound, balance_work(problem, greedy(problem), effort.even)
     if problem.limits.smaller:
         costs = cost_model or default_cost_model(num_stages=problem.num_stages)
         filling = fill_sizes(problem, left, effort.search, seed, costs)

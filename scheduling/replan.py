@@ -12,8 +12,8 @@ from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
 from scheduling.packing.problem import make_problem, to_slots
 from scheduling.plan import Plan
-from scheduling.planner import Effort, effort_of, fill
-from scheduling.types import AdapterJob, Limits, Slot, as_whole
+from scheduling.planner import effort_of, fill
+from scheduling.types import AdapterJob, Limits, as_whole
 from scheduling.verify import verify_plan
 
 
@@ -34,6 +34,8 @@ def replan(
     seed: int = 0,
     search_evaluations: int | None = None,
     cost_model: CostModel | None = None,
+    most_open: int | None = None,
+    rests: Sequence[int] = (),
 ) -> Plan:
     """Keeps slots [0, at_slot), plans the rest again at the required distance to them, and verifies the new plan.
 
@@ -48,7 +50,7 @@ def replan(
         weights: new weights of adapters.
         num_stages, data_parallel: of the rest, if the run moves to another mesh. The pipeline drains for a move, so
             no distance to slots [0, at_slot) is needed.
-        time_limit_s, seed, search_evaluations, cost_model: as in `make_plan`.
+        time_limit_s, seed, search_evaluations, cost_model, most_open, rests: as in `make_plan`.
 
     Raises:
         PlanError: an unknown adapter, a slot outside the plan, or jobs that cannot be planned.
@@ -76,7 +78,12 @@ def replan(
     moves |= any(layout.end > at_slot for layout in plan.earlier)  # the kept slots end before a move
     positions = [_remaining(job, progress.get(job.name), job.name in stopped) for job in jobs]
     ready = [progress[job.name].ready if job.name in progress and not moves else 0 for job in jobs]
-    bound, slots = _plan_remaining(jobs, limits, positions, ready, effort, seed, cost_model)
+    bound, slots = 0, ()
+    if any(len(left) for left in positions):
+        left = [some.tolist() for some in positions]
+        problem = make_problem(jobs, limits, left=left, ready=ready, most_open=most_open, rests=rests)
+        bound, filling = fill(problem, positions, effort, seed, cost_model=cost_model)
+        slots = to_slots(problem, filling)
     replanned = replace(
         plan,
         jobs=tuple(jobs),
@@ -137,23 +144,6 @@ def _check_jobs(plan: Plan, jobs: Sequence[AdapterJob], num_stages: int | None, 
         data_parallel=plan.data_parallel if data_parallel is None else data_parallel,
         tile_tokens=plan.tile_tokens,
     )
-
-
-def _plan_remaining(
-    jobs: Sequence[AdapterJob],
-    limits: Limits,
-    left: Sequence[np.ndarray],
-    ready: Sequence[int],
-    allowed: Effort,
-    seed: int,
-    cost_model: CostModel | None,
-) -> tuple[int, tuple[Slot, ...]]:
-    """(lower bound, slots) of the samples that are left of every job."""
-    if not any(len(positions) for positions in left):
-        return 0, ()
-    problem = make_problem(jobs, limits, left=[positions.tolist() for positions in left], ready=ready)
-    bound, filling = fill(problem, left, allowed, seed, cost_model=cost_model)
-    return bound, to_slots(problem, filling)
 
 
 def _remaining(job: AdapterJob, progress: _Progress | None, stopped: bool) -> np.ndarray:

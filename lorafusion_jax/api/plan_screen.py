@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from lorafusion_jax.config.stack import residents
 from lorafusion_jax.planning.memory import NOT_MODELLED
 from lorafusion_jax.planning.pauses import LEFT_OUT
 from lorafusion_jax.planning.planned import GIB, OneAfterAnother, Planned, PlannedAdapter, PredictedTimes
@@ -41,6 +42,12 @@ def show_plan(console: Console, planned: Planned) -> None:
         f"no-ops {exact(plan.num_noops)} ({percent(plan.num_noops / max(plan.num_slots, 1))}){bubbles}",
         highlight=False,
     )
+    if (most := residents(config)) is not None:
+        say(
+            console,
+            f"{exact(most)} of {exact(len(config.adapters))} adapters on the devices at a time, the others in host "
+            f"memory; one comes to a place {exact(planned.moves or 0)} times",
+        )
     _show_times(console, planned)
     if planned.memory:
         show_memory(console, planned.memory)

@@ -269,6 +269,8 @@ def _round_up(number: int, multiple: int) -> int:
 def ineffective(config: schema.JobConfig) -> list[str]:
     """Lists settings that are given but have no effect, or one that few want."""
     notes = []
+    if (resident := config.train.resident) is not None and resident >= len(config.adapters):
+        notes.append(f"train.resident={resident} has no effect: the job has {len(config.adapters)} adapters")
     for adapter in config.adapters:
         optim = adapter.optim
         fields = type(optim).model_fields

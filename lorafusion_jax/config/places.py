@@ -81,6 +81,27 @@ class Places:
             (p for p, (most, place_kind) in places if place_kind == kind and most >= rank and p not in taken), None
         )
 
+    def arrange(self, ranks: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
+        """Returns a place for each of some adapters, where all places are of their kind and some choice of places fits.
+
+        Those that hold a place keep it, unless the others do not fit then.
+
+        Args:
+            ranks: of the adapters that need places.
+            held: places of adapters now; those of others are free.
+
+        >>> Places(ranks=(4, 8), kinds=("lora", "lora")).arrange({"law": 4, "med": 8}, {"law": 1})
+        {'med': 1, 'law': 0}
+        """
+        index = {name: held[name] for name in ranks if name in held}
+        for name in sorted(ranks.keys() - index.keys(), key=lambda name: (-ranks[name], name)):
+            place = self.find(self.kinds[0], ranks[name], index.values())
+            if place is None:
+                assert held, "more adapters than places, or larger ones"
+                return self.arrange(ranks, {})
+            index[name] = place
+        return index
+
     def holds(self, kind: str, rank: int) -> bool:
         """Whether some place, free or not, has the kind and is large enough."""
         return self.find(kind, rank, ()) is not None

@@ -275,6 +275,11 @@ class TrainSettings(Section):
         description="places to reserve for adapters that lorafusion add brings, by rank or kind:rank, such as {16: 2}; "
         "one that fits starts without compiling",
     )
+    resident: Count | None = Field(
+        default=None,
+        description="adapters on the devices at a time; the others wait in host memory and take their places in turn; "
+        "default: all",
+    )
 
     @field_validator("places", mode="before")
     @classmethod

@@ -13,6 +13,7 @@ from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.adapters.spec import ALL_EXPERTS, ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.config.places import ON_EXPERTS, Places, place_kind
+from lorafusion_jax.config.references import reference_of
 from lorafusion_jax.config.schema import (
     AdapterConfig,
     BaseSettings,
@@ -41,6 +42,7 @@ class Stack:
         stand_ins: positions of the places.
         objectives: of the adapters by position; of a run with places, the different ones.
         places: how large adapters in stand-ins may be.
+        paged: adapters take the places in turn; those in `index` are the first ones.
     """
 
     config: JobConfig
@@ -48,6 +50,7 @@ class Stack:
     objectives: tuple[Chosen, ...]
     stand_ins: range = range(0)
     places: Places | None = None
+    paged: bool = False
 
     @property
     def heads(self) -> tuple[Head, ...]:
@@ -66,6 +69,8 @@ class Stack:
 
 def stack_of(config: JobConfig) -> Stack:
     """Returns where the adapters of a run are. It depends on those before each of them only."""
+    if residents(config) is not None:
+        return _paged_stack(config)
     if not config.train.places:
         return Stack(
             config=config,
@@ -97,22 +102,78 @@ def stack_of(config: JobConfig) -> Stack:
         else:
             index[adapter.name] = stand_ins[place]
             used_places.add(place)
-    objectives: list[Chosen] = []
-    for adapter in config.adapters:
-        objective = adapter.objective.chosen
-        objectives += [] if any(objective.same_as(other) for other in objectives) else [objective]
     return Stack(
         config=config.model_copy(update={"adapters": tuple(stacked)}),
         index=index,
-        objectives=tuple(objectives),
+        objectives=_different_objectives(config),
         stand_ins=stand_ins,
         places=places,
     )
 
 
+def _different_objectives(config: JobConfig) -> tuple[Chosen, ...]:
+    objectives: list[Chosen] = []
+    for adapter in config.adapters:
+        objective = adapter.objective.chosen
+        objectives += [] if any(objective.same_as(other) for other in objectives) else [objective]
+    return tuple(objectives)
+
+
+def residents(config: JobConfig) -> int | None:
+    """Returns how many adapters of a run are on the devices at a time; None if all are."""
+    count = config.train.resident
+    return count if count is not None and count < sum(not adapter.joined for adapter in config.adapters) else None
+
+
+def _paged_stack(config: JobConfig) -> Stack:
+    """Returns the stack of a run whose adapters take places in turn. Any choice of so many adapters fits into them.
+
+    Raises:
+        ConfigError: `resident.adapter`, an adapter needs more than a place.
+    """
+    available, names = model_targets(config), [adapter.name for adapter in config.adapters]
+    specs = {adapter.name: adapter_spec(adapter, available) for adapter in config.adapters}
+    first = [specs[adapter.name] for adapter in config.adapters if not adapter.joined]
+    ranks, heads = sorted(spec.rank for spec in first)[-(residents(config) or 0) :], list[Head]()
+    for spec in first:
+        heads += [] if spec.head is None or spec.head in heads else [spec.head]
+    places = Places(
+        ranks=tuple(ranks),
+        kinds=(place_kind(first[0]),) * len(ranks),
+        dropout=any(spec.dropout for spec in first),
+        heads=tuple(heads),
+        targets=tuple(dict.fromkeys(target for spec in first for target in spec.targets)),
+    )
+    for adapter in config.adapters:
+        reference = reference_of(adapter, names)
+        if reference is not None and reference.kind == "adapter":
+            why = "its reference is the state of an adapter, which would have to stay on the devices"
+        elif adapter.rollout.is_on:
+            why = "it samples its rows, for which it would have to stay on the devices"
+        else:
+            why = places.refuses(specs[adapter.name])
+        if why:
+            raise ConfigError(
+                "resident.adapter",
+                f"{adapter.name} cannot take turns with others in {len(ranks)} places.",
+                why=why,
+                fix="leave train.resident out, or train the adapter in a job of its own",
+            )
+    stacked = [place.model_copy(update={"name": f"({place.name})"}) for place in _stand_ins(places)]
+    started = {spec.name: spec.rank for spec in first[: len(ranks)]}
+    return Stack(
+        config=config.model_copy(update={"adapters": tuple(stacked)}),
+        index=places.arrange(started, {}),
+        objectives=_different_objectives(config),
+        stand_ins=range(len(stacked)),
+        places=places,
+        paged=True,
+    )
+
+
 def without_places(config: JobConfig) -> JobConfig:
-    """Returns the job without reserved places, for work that no adapter joins."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"places": {}})})
+    """Returns the job without places that adapters join or take in turn."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"places": {}, "resident": None})})
 
 
 def session_config(
@@ -129,7 +190,7 @@ def session_config(
         base=base,
         mesh=mesh,
         batch=batch,
-        train=train.model_copy(update={"places": {}}),
+        train=train.model_copy(update={"places": {}, "resident": None}),
         directory=directory,
         adapters=tuple(_stand_ins(places)),
     )

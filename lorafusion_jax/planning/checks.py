@@ -12,6 +12,7 @@ from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all, unique
 from lorafusion_jax.families.model import ModelConfig
@@ -83,6 +84,7 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
         raise_all([*_targets_of_others(config, model), *tensor_problems(config, model)])
         model.check_router_loss(config.train.router_aux)
         _check_specs(config)
+        stack_of(config)  # whether adapters that take turns can
         stage_layers(model, mesh.stages, mesh.layers)
         together = config.train.block_layers
         if together is not None and together > model.num_layers:

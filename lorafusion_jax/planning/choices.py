@@ -18,6 +18,7 @@ from lorafusion_jax.planning.network import Network
 from lorafusion_jax.planning.prediction import adapter_tokens, memory_of, predicted_costs, predicted_memory
 from lorafusion_jax.planning.tensor import tensor_problems
 from lorafusion_jax.planning.training_plan import train_jobs
+from lorafusion_jax.planning.turns import turns
 from lorafusion_jax.weights.table import NONE
 from scheduling import AdapterJob, make_plan, plan_statistics
 
@@ -252,6 +253,7 @@ def _measure(
         tile_tokens=config.batch.tile_tokens,
         seed=0,
         time_limit_s=EFFORT_S,
+        **turns(config, jobs),
     )
     with_remat = config.model_copy(update={"train": config.train.model_copy(update={"remat": memory.remat})})
     statistics = plan_statistics(plan, predicted_costs(with_remat, model, device, adapter_tokens(prepared), network))

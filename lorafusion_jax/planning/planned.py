@@ -10,6 +10,7 @@ from typing import Any
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.stack import residents
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.model import ModelConfig
@@ -29,6 +30,7 @@ from lorafusion_jax.planning.prediction import (
     this_device,
 )
 from lorafusion_jax.planning.training_plan import plan_training, slots_of_sizes
+from lorafusion_jax.planning.turns import NextUses
 from lorafusion_jax.report.data_notes import data_notes
 from scheduling import CostModel, Plan, PlanStatistics, make_plan, plan_statistics, simulate, timeline_html
 
@@ -111,6 +113,7 @@ class Planned:
         times: None without costs.
         floor_s: seconds that the products of linear layers take at the least; None for an unknown device.
         alone: None if no comparison was asked for.
+        moves: how often an adapter comes to a place where they take turns; None where all are on the devices.
         notes: what a user should know of the data and of the prediction.
     """
 
@@ -123,6 +126,7 @@ class Planned:
     memory: PredictedMemory | None
     floor_s: float | None
     alone: OneAfterAnother | None
+    moves: int | None
     notes: tuple[str, ...]
 
     def timeline_html(self) -> str:
@@ -152,6 +156,8 @@ class Planned:
             "stored": parameters and dict(parameters.stored),
             "floor_s": self.floor_s,
             "memory": self.memory and self.memory.to_json(),
+            "resident": residents(self.config),
+            "moves": self.moves,
         }
         if self.alone is not None:
             numbers |= {"slots_one_after_another": self.alone.slots, "seconds_one_after_another": self.alone.seconds}
@@ -203,6 +209,7 @@ def make_planned(
         memory=memory,
         floor_s=floor_s,
         alone=_one_after_another(plan, costs) if compare else None,
+        moves=None if (most := residents(config)) is None else NextUses.of(plan).count_moves(most),
         notes=(*problem, *data_notes(config, prepared)),
     )
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.planning.turns import turns
 from scheduling import AdapterJob, Plan, make_plan
 
 
@@ -25,14 +26,16 @@ def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
 
 def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
     """Plans the run. The planner verifies the plan."""
+    jobs = train_jobs(config, prepared)
     return make_plan(
-        train_jobs(config, prepared),
+        jobs,
         capacity_tokens=config.batch.sizes,
         num_stages=config.mesh.stages,
         data_parallel=config.mesh.replicas,
         tile_tokens=config.batch.tile_tokens,
         seed=0,
         time_limit_s=config.train.plan_seconds,
+        **turns(config, jobs),
     )
 
 

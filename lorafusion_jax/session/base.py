@@ -232,7 +232,7 @@ def _stages(
     for stage in stages:
         stage.vacant = stack.vacant
         for adapter, spec in zip(config.adapters, specs, strict=True):
-            if (index := stack.index[adapter.name]) in stack.stand_ins:
+            if (index := stack.index.get(adapter.name)) is not None and index in stack.stand_ins:
                 stage.assign(index, adapter, spec)
     return stages
 
@@ -242,7 +242,7 @@ def parts_of(config: JobConfig, model: ModelConfig, specs: Sequence[AdapterSpec]
     stack, specs = stack_of(config), adapter_specs(config) if specs is None else specs
     by_position = dict(enumerate(place_specs(stack.config, stack.heads))) if stack.stand_ins else {}
     for adapter, spec in zip(config.adapters, specs, strict=True):
-        if (index := stack.index[adapter.name]) not in stack.stand_ins:
+        if (index := stack.index.get(adapter.name)) is not None and index not in stack.stand_ins:
             by_position[index] = spec
     return Parts(
         model=model,

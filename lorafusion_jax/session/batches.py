@@ -36,7 +36,10 @@ class Batches:
     @classmethod
     def of_job(cls, config: JobConfig, prepared: Prepared, plan: Plan, local_replicas: Sequence[int]) -> Batches:
         """Makes those of a job without a session."""
-        assembler = Assembler(config.batch.tile_tokens, local_replicas, stack_of(config).index)
+        stack = stack_of(config)
+        # For times alone: adapters that take turns may be in one place.
+        index = {adapter.name: n % len(stack.config.adapters) for n, adapter in enumerate(config.adapters)}
+        assembler = Assembler(config.batch.tile_tokens, local_replicas, index | dict(stack.index))
         return cls(config, prepared, plan, assembler, tasks_of(config, prepared))
 
     def replace_plan(self, config: JobConfig, prepared: Prepared, plan: Plan) -> None:
@@ -81,7 +84,7 @@ def _shape(config: JobConfig, prepared: Prepared, capacity_tokens: int, parts: S
     return Shape(
         capacity_tokens=capacity_tokens,
         segments=segments,
-        adapters=adapter_places(together, len(config.adapters)),
+        adapters=adapter_places(together, len(stack_of(config).config.adapters)),
         table=table,
         state=teacher_state(config),
         balanced=config.train.router_aux > 0,

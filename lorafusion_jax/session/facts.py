@@ -10,6 +10,8 @@ import jax
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import residents
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.session.base import memory_warning
@@ -40,9 +42,12 @@ class Facts:
         """Number of parameters of the adapters."""
         first = self.executor.stages[0]
         leaves, tied = first.parts.leaves, first.parts.model.tie_embeddings
+        adapters = first.occupied
+        if residents(self.config) is not None:  # the last place is the largest
+            adapters = [(len(first.parts.specs) - 1, spec) for spec in adapter_specs(self.config)]
         return sum(
             math.prod(shape)
-            for shapes in leaves.own_shapes(first.occupied).values()
+            for shapes in leaves.own_shapes(adapters).values()
             for name, shape in shapes.items()
             if leaves.columns[name].leaf.trainable and not (name == HEAD_ROWS and tied)
         )

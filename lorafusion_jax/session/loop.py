@@ -138,7 +138,8 @@ class Loop:
                 if failed.issuperset(names):
                     continue
                 if rows is not None:
-                    executor.admit(slot, mask_adapters(rows, [self._index[name] for name in failed]))
+                    masked = [self._index[name] for name in failed if name in self._index]
+                    executor.admit(slot, mask_adapters(rows, masked))
                     # `admit` has waited until these slots were done, so reading their results costs no further wait.
                     self.report(executor.completed_slots())  # 5. results of earlier slots
                 executor.issue(event, names)  # 2. forward and backward

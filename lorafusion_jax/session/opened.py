@@ -20,6 +20,7 @@ from lorafusion_jax.peft.folder import Arrays
 from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.ahead import Ahead
 from lorafusion_jax.session.assembler import Assembler, first_tail, places_for_segments
+from lorafusion_jax.session.bank import Bank
 from lorafusion_jax.session.base import check_tables, has_room_for_a_state, open_base
 from lorafusion_jax.session.base_cache import BaseFiles
 from lorafusion_jax.session.distant_stage import AnyStage
@@ -80,6 +81,7 @@ class OpenSession:
     ):
         self._reading, self._spans, self._additions = reading, spans, 0
         self._copies_states = copies_states  # for a copy of the largest state, while all train
+        self._bank = Bank()
         self._unstarted: list[int] = []  # places of adapters whose initial values may depend on the base
         self.tasks: dict[str, Task] = dict(tasks)
         self.index: dict[str, int] = {}
@@ -104,7 +106,8 @@ class OpenSession:
         for name, place in stack.index.items():
             table.assign(place, self.tasks[name].spec, stack.number_of(self.tasks[name].chosen))
         self.executor.describe = table.describe
-        self._writer = PlaceWriter(config, stack, self.executor, table, compiles=self._free_places is not None)
+        compiles = self._free_places is not None or stack.paged
+        self._writer = PlaceWriter(config, stack, self.executor, table, compiles=compiles)
 
     @classmethod
     def open(
@@ -243,11 +246,13 @@ class OpenSession:
             weights: weights of some adapters by their number in the job, from `read_warm_starts`.
         """
         parts, occupied = self.stages[0].parts, dict(self.stages[0].occupied)
-        specs = [occupied[self.index[name]] for name in self.names]
-        lora = starting_weights(parts.leaves, specs, weights)
+        self._bank.starts = {self.names[number]: arrays for number, arrays in weights.items()}
+        names = [name for name in self.names if name in self.index]
+        warm = {number: self._bank.starts[name] for number, name in enumerate(names) if name in self._bank.starts}
+        lora = starting_weights(parts.leaves, [occupied[self.index[name]] for name in names], warm)
         for stage in self.executor.local_stages.values():
             stage.start(lora)
-        self._unstarted = [self.index[name] for number, name in enumerate(self.names) if number not in weights]
+        self._unstarted = [self.index[name] for name in names if name not in self._bank.starts]
 
     def _start_from_base(self) -> None:
         """Sets the initial values that depend on the base, which is on the devices now."""
@@ -330,7 +335,7 @@ class OpenSession:
         self.executor.wait_dispatched()
         with self.executor.blaming(None, None):
             progress = {name: (task.step, task.source.digest) for name, task in self.tasks.items()}
-            return self._snapshots.take(dict(self.index), progress)
+            return self._snapshots.take(dict(self.index), progress, self._bank.states)
 
     def load_states(self, states: Mapping[str, AdapterState]) -> None:
         """Continues from the states of a `snapshot`, on this or another layout.
@@ -338,8 +343,22 @@ class OpenSession:
         Raises:
             ValueError: they are not those of these adapters.
         """
+        if self._stack.paged:
+            self._bank.states |= states
+            self._vacate([name for name in self.index if name in states])
+            return
         load_states(self.stages, states)
         self._unstarted = []
+
+    def _vacate(self, names: Sequence[str]) -> None:
+        """Leaves the places of some adapters without one. No work may be in flight."""
+        vacated = frozenset(self.index.pop(name) for name in names)
+        self._unstarted = [place for place in self._unstarted if place not in vacated]
+        for stage in self.stages:
+            stage.vacant |= vacated
+        for stage in self.executor.local_stages.values():
+            for name in names:
+                stage.optimizers.pop(name, None)
 
     def close(self) -> None:
         """Ends the threads of the session."""

@@ -233,9 +233,9 @@ def reference_passes(
     Raises:
         CheckpointError: a folder cannot be read or belongs to another base.
     """
-    places = stack_of(config).index
+    places, adapters = stack_of(config).index, [adapter.name for adapter in config.adapters]
     for name in names:
-        reference = reference_of(config.adapter(name), places)
+        reference = reference_of(config.adapter(name), adapters)
         assert reference is not None
         teacher_stages, position, describes = list(stages), BASE_ALONE, describe
         if reference.kind == "adapter":

@@ -11,7 +11,7 @@ bitwise equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -122,6 +122,10 @@ class Session(OpenSession):
         starts = {names[number]: arrays for number, arrays in weights.items()}
         tasks = tasks_of(select_adapters(config, names[len(self.names) :]), prepared, clocks)
         stack, grows = stack_of(config), self.needs_room(config)
+        if self._stack.paged:
+            self.tasks |= tasks
+            self.config, self._held_out, self._bank.starts = config, None, {**self._bank.starts, **starts}
+            return
         if not grows:
             self.config, self._held_out = config, None
             for name, task in tasks.items():
@@ -135,6 +139,51 @@ class Session(OpenSession):
         self._start_from_base()
         self._additions += 1
         release_unused(caches=self._additions % ADDITIONS_IN_CACHES == 0)
+
+    def holds(self, names: Collection[str]) -> bool:
+        """Whether all these adapters are in places."""
+        return not self._stack.paged or self.index.keys() >= set(names)
+
+    @property
+    def num_places(self) -> int:
+        """How many adapters can be on the devices together."""
+        return len(self._stack.config.adapters)
+
+    def hold(self, wanted: Collection[str]) -> None:
+        """Brings adapters into places, where not all have one. Collective over processes.
+
+        Those that leave their places for them wait in the bank with their sums. No slot may be in flight, and the
+        results of all steps are read.
+
+        Args:
+            wanted: at most `num_places`.
+        """
+        places = self._stack.places
+        if not self._stack.paged or places is None:
+            return
+        index = places.arrange({name: self.tasks[name].spec.rank for name in wanted}, self.index)
+        coming = {name: place for name, place in index.items() if self.index.get(name) != place}
+        leaving = [name for name, place in self.index.items() if place in coming.values() or name in coming]
+        for name in leaving:
+            self._bank.keep(name, self._read_at_rest(name))
+        self._vacate(leaving)
+        for name, place in coming.items():
+            self._bring(name, place)
+
+    def _read_at_rest(self, name: str) -> AdapterState:
+        task = self.tasks[name]
+        parts = read_adapter(self.executor, self.index[name], name, optimizer=True, sums=True, copies=False)()
+        begun = any(leaf.view(np.uint32).any() for leaf in (*parts["sums"].values(), *parts["totals"].values()))
+        parts |= {} if begun else {"sums": {}, "totals": {}}
+        return AdapterState(step=task.step, data=task.source.digest, alive=task.status != "failed", **parts)
+
+    def _bring(self, name: str, place: int) -> None:
+        task, state = self.tasks[name], self._bank.states.pop(name, None)
+        if state is None:
+            self._put(place, task, self._writer.first_weights(task, self._bank.starts.get(name)))
+            return
+        self._put(place, task, PlaceWeights(spec=task.spec, leaves=state.weights, optimizer=state.optimizer))
+        self._write_sums(task, place, state)
 
     def needs_room(self, config: JobConfig) -> bool:
         """Whether adapters of a job do not all fit into places, so that adding them compiles every program."""
@@ -350,6 +399,8 @@ class Session(OpenSession):
             sums: with what a begun global batch has summed up; without, its samples run again.
         """
         assert name not in self.references, "the place may hold the weights of a reference"
+        if (waiting := self._bank.states.get(name)) is not None:
+            return lambda: waiting
         task, place = self.tasks[name], self.index[name]
         trains = task.status not in ("done", "leaving")
         if trains and not self._copies_states:
@@ -377,7 +428,10 @@ class Session(OpenSession):
         self.executor.read_all(lambda stage: stage.optimizers.pop(name, None))
 
     def evaluate(self, name: str) -> Evaluation | None:
-        """Evaluates an adapter, after all work issued so far, on its held-out data; None if it has none."""
+        """Evaluates an adapter, after all work issued so far, on its held-out data; None if it has none.
+
+        It must be in a place, see `hold`.
+        """
         task = self.tasks[name]
         samples = task.source.sets.get(EVAL)
         if samples is None:

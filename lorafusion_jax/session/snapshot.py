@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ class Snapshot:
         index: position of each adapter.
         progress: as in `state.states_of`.
         on_devices: whether the copy is on the devices; otherwise it is on the host.
+        others: states of adapters that are in no place.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class Snapshot:
         progress: Mapping[str, tuple[int, str]],
         *,
         on_devices: bool,
+        others: Mapping[str, AdapterState] = MappingProxyType({}),
     ):
         self._read: Callable[[], dict[str, Any]] | None = read
+        self._others = dict(others)
         self._index, self._progress = index, progress
         self._weights: dict[str, Mapping[str, np.ndarray]] = {}
         self.on_devices = on_devices
@@ -54,7 +58,7 @@ class Snapshot:
         """Returns the states by adapter. Call it once: it frees the copy, and keeps only the weights."""
         assert self._read is not None, "a snapshot is read once"
         arrays, self._read = self._read(), None
-        states = states_of(arrays, self._index, self._progress)
+        states = self._others | states_of(arrays, self._index, self._progress)
         self._weights = {name: state.weights for name, state in states.items()}
         return states
 
@@ -81,8 +85,13 @@ class Snapshots:
             for arrays in _copied_together(stage):
                 self._program(arrays)
 
-    def take(self, index: Mapping[str, int], progress: Mapping[str, tuple[int, str]]) -> Snapshot:
-        """Copies the state; `index` and `progress` as in `state.states_of`.
+    def take(
+        self,
+        index: Mapping[str, int],
+        progress: Mapping[str, tuple[int, str]],
+        others: Mapping[str, AdapterState] = MappingProxyType({}),
+    ) -> Snapshot:
+        """Copies the state; `index` and `progress` as in `state.states_of`, `others` as in `Snapshot`.
 
         With several processes, reading an array may be a collective, which needs one order. Then the state is read
         before this returns, and all processes must call it.
@@ -90,9 +99,9 @@ class Snapshots:
         if jax.process_count() == 1 and self._has_room():
             copies = [self._copy_stage(stage) for stage in self._stages]
             read_copies = partial(gather, copies, self._links, read=InParts.read)
-            return Snapshot(read_copies, index, progress, on_devices=True)
+            return Snapshot(read_copies, index, progress, on_devices=True, others=others)
         states = gather(self._all, self._links)
-        return Snapshot(lambda: states, index, progress, on_devices=False)
+        return Snapshot(lambda: states, index, progress, on_devices=False, others=others)
 
     def _has_room(self) -> bool:
         if self._free is None:

@@ -14,6 +14,7 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import Action
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.planning.training_plan import train_jobs
+from lorafusion_jax.planning.turns import turns
 from lorafusion_jax.report.events import AdapterChanged, AdapterEvent, AdapterFailed
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import AdapterProgress, Progress
@@ -133,6 +134,7 @@ def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[C
         weights={change.adapter: change.weight for change in changes if change.weight is not None},
         seed=plan.seed,
         time_limit_s=job.config.train.plan_seconds,
+        **turns(job.config, list(jobs.values())),
     )
     return replanned, [_with_steps(change, replanned) for change in changes]
 

@@ -41,6 +41,9 @@ class Evaluations:
     def evaluate(self, name: str, step: int, slots_done: int) -> dict[str, float] | None:
         """Evaluates an adapter and returns its metrics; None if it has no held-out samples."""
         stop_if_asked()
+        if not self._session.holds([name]):
+            self._session.drain()
+            self._session.hold([name])
         if self._job.config.train.samples:
             self._emit(PhaseBegun(text=f"{name} generates"))
             with self._session.spans.pause(f"evaluating {name}"):

@@ -12,10 +12,11 @@ from lorafusion_jax.checkpoint.begun_folder import StartFile
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint
 from lorafusion_jax.checkpoint.store import StateStore
-from lorafusion_jax.checkpoint.warm_start import read_warm_starts
+from lorafusion_jax.checkpoint.warm_start import read_warm_starts, reread_warm_starts
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.stack import residents
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import with_references
@@ -67,7 +68,10 @@ def launch(
     initial = select_adapters(
         config, initial_adapters(config, checkpoint, [] if before is None else recorded_changes(folder))
     )
-    weights = {} if slot is not None else read_warm_starts(initial)  # a checkpoint holds later weights
+    # A checkpoint holds later weights, but for adapters that have not been in a place yet.
+    weights = read_warm_starts(initial) if slot is None else {}
+    if slot is not None and residents(config) is not None:
+        weights = reread_warm_starts(record.get("warm_starts", {}), initial)
     emit(PhaseBegun(text=f"loading {Path(config.base.model).name}"))
     with ExitStack() as resources:
         began = time.perf_counter()

@@ -16,6 +16,7 @@ import numpy as np
 
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.planning.pauses import FIRST_SAVE_MINUTES, evaluations
+from lorafusion_jax.planning.turns import NextUses
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
 from lorafusion_jax.session.batches import Batches
 from lorafusion_jax.session.loop import SlotHooks
@@ -45,6 +46,7 @@ class PlanTables:
         slot_tokens: real tokens of every adapter in every slot.
         slot_rows: rows that every slot computes, of all replicas.
         last_slot: in which each adapter takes its last step; -1: none.
+        next_uses: when adapters are needed.
     """
 
     def __init__(self, job: Job, session: Session):
@@ -61,6 +63,7 @@ class PlanTables:
     def _count(self) -> None:
         plan, prepared = self._job.plan, self._job.prepared
         self.slot_tokens = slot_tokens(plan, prepared)
+        self.next_uses = NextUses(self.slot_tokens)
         self.slot_rows = [
             rows * len(slot.replicas) for slot, rows in zip(plan.slots, plan.slot_capacities, strict=True)
         ]
@@ -116,7 +119,7 @@ class PlanRun:
         session.steps.listener = emit
         session.steps.hooks = StepHooks(is_urgent=self._is_urgent, on_step=self._evaluate_if_due, on_end=self._end)
         session.loop.hooks = SlotHooks(
-            must_pause=lambda slot: self._pause_due(slot) or hooks.lacks_rows(slot),
+            must_pause=lambda slot: self._pause_due(slot) or hooks.lacks_rows(slot) or self._lacks_places(slot),
             on_entry=hooks.before_slot,
             on_done=self._count_slots,
             on_read=self._log_progress,
@@ -205,12 +208,23 @@ class PlanRun:
         """Issues events in order until a pause is due. Returns the events of slots that did not enter."""
         while True:
             todo = self._session.run(todo, self._job.plan.slots.__getitem__, self._tables.batches.of)
-            if not todo or self._pause_due(todo[0].slot) or not self._hooks.lacks_rows(todo[0].slot):
+            if not todo or self._pause_due(slot := todo[0].slot):
+                return todo
+            lacks_places = self._lacks_places(slot)
+            if not lacks_places and not self._hooks.lacks_rows(slot):
                 return todo
             self._session.drain()
-            self._progress.slot = todo[0].slot
+            self._progress.slot = slot
+            if lacks_places:
+                with self._session.spans.pause("moving adapters"):
+                    session, uses = self._session, self._tables.next_uses
+                    session.hold(uses.wanted(slot, session.index, session.num_places))
+                continue
             with self._meter.paused(SAMPLING):
-                self._hooks.draw_rows(todo[0].slot)
+                self._hooks.draw_rows(slot)
+
+    def _lacks_places(self, slot: int) -> bool:
+        return not self._session.holds(self._tables.slot_tokens[slot])
 
     def _count_slots(self, slots: list[int]) -> None:
         self._meter.slots_done(slots)

@@ -9,6 +9,7 @@ from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.resolved import override_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import ConfigError, first_few, raise_all
+from lorafusion_jax.planning.turns import turns
 from scheduling import Plan, replan
 
 MAY_CHANGE = (
@@ -124,6 +125,7 @@ def plan_for_mesh(
         data_parallel=replicas,
         seed=plan.seed,
         time_limit_s=config.train.plan_seconds,
+        **turns(config, plan.jobs),
     )
 
 

@@ -85,10 +85,12 @@ def _pairs(
     Within a slot: its heaviest and lightest replicas in turn, or all pairs. Then the heaviest of a slot with the
     lightest of nearby slots, and the reverse.
 
-    Empty slots stay empty, because they cost nothing. With weights, samples stay in their slot, which is a job's share.
+    Empty slots stay empty, because they cost nothing. With weights, samples stay in their slot, which is a job's share;
+    where few jobs are open, too, which they are in their slots.
     """
     slots, replicas = shape
-    near = 2 * problem.num_stages if problem.num_stages > 1 and not problem.weighted else 0
+    stays = problem.num_stages == 1 or problem.weighted or problem.most_open is not None
+    near = 0 if stays else 2 * problem.num_stages
     places = [[(slot, replica) for replica in range(replicas)] for slot in range(slots)]
     has_work = [any(work[at] for at in slot_places) for slot_places in places]
     for slot in sorted(range(slots), key=lambda slot: (-max(work[at] for at in places[slot]), slot)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import floor, inf
 from typing import Literal
 
@@ -80,6 +80,8 @@ class _State:
         due: with `shares`, the slot in which the job goes first.
         free: sorted entries of jobs that may run.
         waiting: heap of (slot, job): the job may run from that slot on.
+        turns: (job, its batches before it rests or ends) of those that are still to open, last first.
+        until: of each open job, the batches before it rests or ends.
     """
 
     def __init__(self, problem: Problem, ahead: Sequence[float], choose: Choose, *, shares: Shares | None = None):
@@ -103,8 +105,19 @@ class _State:
             self.patience = [max(MOST_IDLE, sum(weights) / job.weight) for job in problem.jobs]
             self.due = [wait - idle for wait, idle in zip(self.patience, shares.idle, strict=True)]
         self.free: list[Entry] = []
-        self.waiting = [(problem.ready[job], job) for job, batches in enumerate(problem.batches) if batches]
-        heapify(self.waiting)
+        self.ready, self.turns = list(problem.ready), _turns(problem)
+        self.waiting: list[tuple[int, int]] = []
+        self.until: dict[int, int] = {}
+        self.open(0)
+
+    def open(self, slot: int) -> None:
+        """Lets the next jobs run from a slot on, as far as they may be open together."""
+        for number in reversed(range(len(self.turns))):
+            if len(self.until) == self.problem.most_open:
+                break
+            if self.turns[number][0] not in self.until:  # it may not have come to its rest yet
+                job, self.until[job] = self.turns.pop(number)
+                heappush(self.waiting, (max(slot, self.ready[job]), job))
 
     def add_free(self, job: int, *, begun: bool) -> None:
         rank = self.rank[job]
@@ -203,4 +216,24 @@ def _next_batch(problem: Problem, state: _State, job: int, slot: int) -> None:
     if state.batch[job] < len(problem.batches[job]):
         batch = problem.batches[job][state.batch[job]]
         state.mask[job], state.tokens[job] = batch.full_mask, batch.total
-        heappush(state.waiting, (slot + problem.num_stages, job))
+        state.ready[job] = slot + problem.num_stages
+    if state.batch[job] == state.until[job]:
+        del state.until[job]
+        if state.turns:
+            state.open(slot + 1)
+    else:
+        heappush(state.waiting, (state.ready[job], job))
+
+
+def _turns(problem: Problem) -> list[tuple[int, int]]:
+    """The jobs to open, last first: between two rests those that have begun, then those with the most tokens left."""
+    turns: list[tuple[tuple[int, bool, int, int], int]] = []
+    for number, (job, batches) in enumerate(zip(problem.jobs, problem.batches, strict=True)):
+        if not batches:
+            continue
+        first, left = job.batch_of(batches[0].positions[0]), sum(batch.total for batch in batches)
+        fresh = sum(len(batch.positions) for batch in batches) == job.num_samples
+        rests = [rest - first for rest in problem.rests if problem.most_open and 0 < rest - first < len(batches)]
+        level = sum(rest <= first for rest in problem.rests)
+        turns += [((level + more, fresh, -left, number), end) for more, end in enumerate([*rests, len(batches)])]
+    return [(order[-1], end) for order, end in sorted(turns, reverse=True)]

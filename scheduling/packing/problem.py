@@ -43,12 +43,15 @@ class Problem:
         jobs: jobs with their samples; `batches` may cover a part of them.
         batches: per job, in order.
         ready: per job, the first slot in which its first batch may run (above 0 only when replanning).
+        most_open, rests: as in `make_plan`.
     """
 
     jobs: tuple[AdapterJob, ...]
     batches: tuple[tuple[Batch, ...], ...]
     ready: tuple[int, ...]
     limits: Limits
+    most_open: int | None = None
+    rests: tuple[int, ...] = ()
 
     @property
     def tiles(self) -> int:
@@ -92,6 +95,8 @@ def make_problem(
     *,
     left: Sequence[Sequence[int]] | None = None,
     ready: Sequence[int] | None = None,
+    most_open: int | None = None,
+    rests: Sequence[int] = (),
 ) -> Problem:
     """Builds the problem of all samples from slot 0 on, or of the positions in `left` from slots `ready` on."""
     left = [range(job.num_samples) for job in jobs] if left is None else left
@@ -100,6 +105,8 @@ def make_problem(
         batches=tuple(_batches(job, positions, limits) for job, positions in zip(jobs, left, strict=True)),
         ready=tuple(ready) if ready is not None else (0,) * len(jobs),
         limits=limits,
+        most_open=most_open,
+        rests=tuple(rests),
     )
 
 

@@ -80,6 +80,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "train.sample_tokens": (1, 2, 16.0),
     "train.log_every_s": (0, *SHORT, None),
     "train.places": ({}, {1: 2}),
+    "train.resident": (*COUNTS, None),
     "report.tensorboard": FLAGS,
     "report.wandb": (*(text for text in TEXTS if not set("/:") & set(text)), "~", "~/law.jsonl", None),
     "report.mlflow": (*SHELL, *TEXTS, None),

@@ -1,0 +1,186 @@
+"""Do many small adapters train as fast as a few on one card?
+
+    python -m benchmarks.thousand --out results/thousand --budget 200      # one H200, Llama-3.1-8B's shape
+    python -m benchmarks.thousand --out /tmp/try --small                   # in miniature on a CPU
+
+Rows of `thousand.jsonl`:
+    {"part": "microbatch", ...}  seconds of a microbatch with 8 adapters and with 64, of as many rows
+    {"part": "turns", ...}       useful tokens per second of 4 adapters, and of 1 024 that take turns in 64 places on
+                                 the same rows: each takes a step, leaves, and comes again for the next. Seconds of
+                                 moving are in it, and apart in `moving_s`; the first round also draws first weights.
+One session does all of it. Weights of the base and words are random; seconds of each round are bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.conditions import conditions
+from benchmarks.harness import write_within_budget
+from benchmarks.random_job import SHAPE, SMALL
+from benchmarks.starting import write_base
+from lorafusion_jax.config.load import parse_config
+from lorafusion_jax.config.read import source_of
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.planning.training_plan import train_jobs
+from lorafusion_jax.planning.turns import NextUses
+from lorafusion_jax.session import Session
+from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.loop import SlotHooks
+from scheduling import Plan, SampleRef, Slot, issue_order, make_plan
+from scheduling.pipeline import one_forward_one_backward
+
+BATCH, WARM, TIMES, FEW = 4, 3, 10, 4
+TARGETS = ["q_proj", "v_proj"]  # a state of rank 8 has 41 MB: a thousand of them wait in the memory of a small host
+SECONDS = {"few": 15.0, "first": 45.0, "later": 30.0}  # at most
+BUDGET = 200.0
+
+
+def main() -> int:
+    return write_within_budget("thousand", __doc__ or "", BUDGET, measure)
+
+
+def measure(small: bool) -> Iterator[dict[str, Any]]:
+    prepare_machine()
+    many, places = (24, 16) if small else (1024, 64)
+    with tempfile.TemporaryDirectory() as name:
+        write_base(Path(name) / "base", SMALL if small else SHAPE, (SMALL if small else SHAPE)["num_layers"])
+        training = Training(write_inputs(Path(name), small, many, places))
+        yield {"part": "microbatch", **microbatches(training, places), **conditions()}
+        yield {"part": "turns", **turns(training, "few", places), **conditions()}
+        yield {"part": "turns", **turns(training, "user", places), **conditions()}
+        training.session.close()
+
+
+def write_inputs(folder: Path, small: bool, many: int, places: int) -> JobConfig:
+    """A job of many adapters with two batches each, and of a few with as many rows of the same lengths."""
+    draw, entries = np.random.default_rng(0), []
+    (capacity, tile), scale = ((512, 16), 0.1) if small else ((8192, 128), 1.0)
+    lengths = draw.integers(round(64 * scale), round(512 * scale), (many, BATCH * 2))
+    few = lengths[: min(many, 256)].reshape(FEW, -1)
+    for name, rows in [
+        *((f"user-{n}", row) for n, row in enumerate(lengths)),
+        *((f"few-{n}", row) for n, row in enumerate(few)),
+        *((f"tile-{n}", [tile - 8] * BATCH * 2) for n in range(places)),
+    ]:
+        path = folder / f"{name}.jsonl"
+        data = [{"input_ids": draw.integers(300, 3000, length).tolist()} for length in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in data))
+        entries.append({"name": name, "data": {"train": str(path), "max_length": capacity // 2}})
+    job = {
+        "base": {"model": str(folder / "base")},
+        "batch": {"capacity_tokens": capacity, "tile_tokens": tile, "global_samples": BATCH},
+        "lora": {"rank": 8, "dropout": 0.0, "targets": TARGETS},
+        "train": {"resident": places},
+        "adapters": entries,
+    }
+    return parse_config(source_of(job))
+
+
+class Training:
+    """A session with the adapters of a job, which runs slots of plans."""
+
+    def __init__(self, config: JobConfig):
+        self.config, self.prepared = config, prepare(config)
+        self.session = Session.open(config, self.prepared)
+        self.session.start_all({})
+        self.session.finish_loading()
+        self.moving_s, self.moves = 0.0, 0
+
+    def run(self, plan: Plan, first: int, end: int, seconds: float) -> tuple[int, float]:
+        """Runs slots [first, end) until so many seconds have passed. Returns the slot it came to, and the seconds."""
+        session, uses = self.session, NextUses.of(plan)
+        batches = Batches(self.config, self.prepared, plan, session.assembler, session.tasks)
+        session.executor.warm_up(batches.empty())
+        names = [list(dict.fromkeys(ref.adapter for ref in slot.samples)) for slot in plan.slots]
+        began = time.perf_counter()
+
+        def must_pause(slot: int) -> bool:
+            return slot >= end or not session.holds(names[slot]) or time.perf_counter() - began > seconds
+
+        session.loop.hooks = SlotHooks(must_pause=must_pause)
+        todo = [event for event in issue_order(one_forward_one_backward(plan), 1) if event.slot >= first]
+        while todo:
+            todo = session.run(todo, plan.slots.__getitem__, batches.of)
+            session.drain()
+            slot = todo[0].slot if todo else plan.num_slots
+            if slot >= end or time.perf_counter() - began > seconds:
+                return slot, time.perf_counter() - began
+            before, held = time.perf_counter(), set(session.index)
+            session.hold(uses.wanted(slot, session.index, session.num_places))
+            self.moves += len(session.index.keys() - held)
+            self.moving_s += time.perf_counter() - before
+        return plan.num_slots, time.perf_counter() - began
+
+    def slot_seconds(self, plan: Plan) -> float:
+        """Seconds of a slot after the first ones."""
+        session = self.session
+        batches = Batches(self.config, self.prepared, plan, session.assembler, session.tasks)
+        session.executor.warm_up(batches.empty())
+        events = [event for event in issue_order(one_forward_one_backward(plan), 1) if event.kind != "update"]
+        session.loop.hooks = SlotHooks()
+        began = 0.0
+        for first, end in ((0, WARM), (WARM, plan.num_slots)):
+            began = time.perf_counter()
+            session.run([event for event in events if first <= event.slot < end], plan.slots.__getitem__, batches.of)
+            session.drain()
+        return (time.perf_counter() - began) / (plan.num_slots - WARM)
+
+
+def microbatches(training: Training, places: int) -> dict[str, Any]:
+    """Times full microbatches of 8 adapters and of many: forward and backward passes, without steps of adapters."""
+    batch, result = training.config.batch, dict[str, Any]()
+    jobs = [job for job in train_jobs(training.config, training.prepared) if job.name.startswith("tile")]
+    training.session.hold([job.name for job in jobs])
+    for adapters, key in ((8, "few"), (places, "many")):
+        samples = range(batch.largest // batch.tile_tokens // adapters)
+        part = tuple(SampleRef(job.name, 0, n // BATCH, n) for job in jobs[:adapters] for n in samples)
+        plan = Plan(
+            jobs=tuple(jobs),
+            slots=(Slot(replicas=(part,)),) * (WARM + TIMES),
+            capacity_tokens=batch.largest,
+            num_stages=1,
+            tile_tokens=batch.tile_tokens,
+        )
+        result |= {f"{key}_adapters": adapters, f"{key}_s": training.slot_seconds(plan)}
+    return result | {"ratio": result["many_s"] / result["few_s"]}
+
+
+def turns(training: Training, group: str, places: int) -> dict[str, Any]:
+    """Trains the adapters of a group; where they are more than places, they leave after each step."""
+    jobs = [job for job in train_jobs(training.config, training.prepared) if job.name.startswith(group)]
+    batch, in_turn = training.config.batch, len(jobs) > places
+    plan = make_plan(
+        jobs,
+        capacity_tokens=batch.sizes,
+        num_stages=1,
+        tile_tokens=batch.tile_tokens,
+        time_limit_s=0,
+        most_open=places if in_turn else None,
+        rests=(1,) if in_turn else (),
+    )
+    firsts = [index for index, slot in enumerate(plan.slots) if any(ref.batch == 0 for ref in slot.samples)]
+    ends = {"first": firsts[-1] + 1, "later": plan.num_slots} if in_turn else {"few": plan.num_slots}
+    tokens = [sum(plan.job_of[ref.adapter].sample_tokens[ref.sample] for ref in slot.samples) for slot in plan.slots]
+    result: dict[str, Any] = {"adapters": len(jobs), "places": places, "slots": plan.num_slots}
+    slot, _ = training.run(plan, 0, WARM, 1e9)  # compiles
+    for name, end in ends.items():
+        training.moving_s, training.moves = 0.0, 0
+        reached, took = training.run(plan, slot, end, SECONDS[name])
+        figures = {"slots": reached - slot, "tokens_per_s": sum(tokens[slot:reached]) / took, "seconds": took}
+        result[name] = figures | {"moving_s": training.moving_s, "moves": training.moves}
+        slot = end  # what a round of too many seconds has left is left out
+    return result
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,65 @@
+"""How adapters take turns where not all are on the devices: as arguments of a plan, and when each is needed next."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from typing import TypedDict
+
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.stack import residents
+from scheduling import AdapterJob, Plan
+
+
+class Turns(TypedDict):
+    """Arguments of `make_plan` and `replan`."""
+
+    most_open: int | None
+    rests: Sequence[int]
+
+
+def turns(config: JobConfig, jobs: Sequence[AdapterJob]) -> Turns:
+    """Returns how adapters take turns. Those that are compared come to the step of a comparison before any goes on."""
+    longest = max((job.num_batches for job in jobs), default=0)
+    return {"most_open": residents(config), "rests": config.halving.steps(longest)}
+
+
+class NextUses:
+    """When the adapters of a plan are needed.
+
+    >>> uses = NextUses([{"law"}, {"med"}, {"ore"}, {"law"}])
+    >>> uses.wanted(2, {"law", "med"}, 2), uses.count_moves(2)
+    (['ore', 'law'], 3)
+    """
+
+    def __init__(self, adapters_of_slots: Iterable[Iterable[str]]):
+        self._slots = [frozenset(names) for names in adapters_of_slots]
+        self._uses: dict[str, list[int]] = {}
+        for slot, names in enumerate(self._slots):
+            for name in sorted(names):
+                self._uses.setdefault(name, []).append(slot)
+
+    @classmethod
+    def of(cls, plan: Plan) -> NextUses:
+        return cls((ref.adapter for ref in slot.samples) for slot in plan.slots)
+
+    def wanted(self, slot: int, resident: Collection[str], most: int) -> list[str]:
+        """Returns who should be in places from a slot on: its adapters, then those in places, then others.
+
+        Among them those that are needed first come first. So one that leaves is needed last of all that could, and
+        places of adapters that have ended take those that come next.
+        """
+        after = {name: bisect_left(uses, slot) for name, uses in self._uses.items()}
+        uses = {name: self._uses[name][at] for name, at in after.items() if at < len(self._uses[name])}
+        return sorted(uses, key=lambda name: (uses[name] > slot, name not in resident, uses[name]))[:most]
+
+    def count_moves(self, most: int) -> int:
+        """Counts how often an adapter comes to a place, where `most` are in places at a time."""
+        resident: set[str] = set()
+        moves = 0
+        for slot, names in enumerate(self._slots):
+            if not names <= resident:
+                wanted = set(self.wanted(slot, resident, most))
+                moves += len(wanted - resident)
+                resident = wanted
+        return moves
