@@ -42,11 +42,11 @@ from lorafusion_jax.weights.table import NONE
 # taken as they are, or where the server and the adapter say so; no other type takes them.
 FUSED_EXPERTS = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
 FLAGGED_EXPERTS = (
-    "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared", "mistral4",
-    "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared", "lfm2_moe",
+    "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 EXPERTS_FLAG, EXPERTS_KEY = "--enable-mixed-moe-lora-format", "is_3d_lora_weight"
-WITHOUT_LORA = ("bamba", "stablelm", "deepseek_v32", "glm_moe_dsa", "gpt_neox")  # the last three: not tried
+WITHOUT_LORA = ("bamba", "stablelm")
 SPLIT = {"glm4": "gate_up_proj"}  # a projection that vLLM reads in two parts only
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes
 
