@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from lorafusion_jax.data.segments import read_samples
 from lorafusion_jax.objective.choose import choose
 from lorafusion_jax.objective.kto import KTO, kto_segments
 from lorafusion_jax.objective.pairs import chosen_and_rejected, prompt_and_answer
-from lorafusion_jax.objective.ppo import PPO
+from lorafusion_jax.objective.ppo import PPO, generalised_advantages
 from lorafusion_jax.objective.protocol import Sample
 
 
@@ -301,6 +304,44 @@ def test_ppo_is_clipped_in_policy_and_value_with_generalised_advantages():
                 for sign in (1, -1)
             ]
             assert float(gradient[t]) == pytest.approx((shifted[0] - shifted[1]) / 2e-6, abs=1e-7)
+
+
+def test_ppo_has_the_advantages_loss_and_gradients_of_trl():
+    golden = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text())  # by make_ppo_golden.py
+    settings, theirs = golden["settings"], golden["theirs"]
+    names = {"cliprange": "epsilon", "cliprange_value": "value_clip", "vf_coef": "value_weight", "kl_coef": "beta"}
+    chosen = choose("ppo", {names.get(key, key): value for key, value in settings.items()})
+    logprobs, values = jax.numpy.asarray(golden["logprobs"]), jax.numpy.asarray(golden["values"])
+    rows, length = logprobs.shape
+    recorded = {name: np.array(golden[name]) for name in ("old_logprobs", "old_values", "reference", "rewards")}
+
+    def loss(logprobs, values):
+        total = 0.0
+        for row in range(rows):
+            sample = Sample(
+                nll=-logprobs[row].sum()[None], tokens=np.array([float(length)]),
+                token_weight=np.array([1 / (rows * length)]), logprobs=logprobs[row], mask=np.ones(length, bool),
+                reference_logprobs=recorded["reference"][row],
+                values={
+                    "advantages": np.full(length, recorded["rewards"][row]),
+                    "old_logprobs": recorded["old_logprobs"][row], "old_values": recorded["old_values"][row],
+                },
+                token_score=values[row],
+            )  # fmt: skip
+            total += chosen.objective.loss(sample, chosen.options)[0]
+        return total
+
+    rewards = -settings["kl_coef"] * (recorded["old_logprobs"] - recorded["reference"])
+    rewards[:, -1] += recorded["rewards"]
+    advantages = [
+        generalised_advantages(*numbers, settings["gamma"], settings["lam"])
+        for numbers in zip(rewards, recorded["old_values"], strict=True)
+    ]
+    np.testing.assert_allclose(advantages, theirs["advantages"], rtol=1e-5, atol=1e-6)
+    value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(logprobs, values)
+    assert float(value) == pytest.approx(theirs["loss"], rel=1e-5)
+    for gradient, name in zip(gradients, ("logprobs", "values"), strict=True):
+        np.testing.assert_allclose(gradient, theirs["gradients"][name], rtol=1e-5, atol=1e-6)
 
 
 def test_ppo_learns_nothing_from_an_answer_that_no_reward_judged():
