@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lorafusion_jax.adapters.patterns import matches
@@ -21,10 +21,12 @@ from lorafusion_jax.objective.choose import on_rollouts
 from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen
 from lorafusion_jax.optim.schedules import schedule
 from lorafusion_jax.optim.table import optimizer
-from lorafusion_jax.peft.settings import describe_folder
+from lorafusion_jax.peft.read_config import CONFIG_FILE
+from lorafusion_jax.peft.settings import describe_folder, has_score
 from lorafusion_jax.readable import TEMPLATE, read_text
 
 MOST_DEVICES = 4096  # of a mesh
+REWARD = "reward"  # the objective of adapters that judge answers
 
 
 def names_differ(entries: Sequence[Entry], source: Source) -> list[LoraFusionError]:
@@ -180,6 +182,7 @@ def rollouts_fit(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: So
         for entry, adapter in valid
         for keys, wrong, fix in (
             *_rollout_problems(adapter, folder, others - {adapter.name}),
+            *_judge_problems(adapter, folder, {other.name: other for _, other in valid}),
             *_score_problems(adapter, folder),
         )
     ]
@@ -236,6 +239,24 @@ def _rollout_problems(
     for text in [*functions, *([] if rollout.tool is None else [rollout.tool])]:
         if wrong := missing_function(folder, text):
             yield ("rollout",), wrong, "FILE.py:function, with a path relative to the job file"
+
+
+def _judge_problems(
+    adapter: schema.AdapterConfig, folder: Path, adapters: Mapping[str, schema.AdapterConfig]
+) -> Iterator[tuple[Keys, str, str]]:
+    """Yields key, problem and fix of reward adapters."""
+    for judge in (reward.value for reward in adapter.rollout.reward if reward.kind == "adapter"):
+        if judge in adapters:
+            objective = adapters[judge].objective.name
+            wrong = "" if objective == REWARD else f"{judge} judges answers, and its objective is {objective}."
+        elif not (folder / judge / CONFIG_FILE).is_file():
+            near = did_you_mean(judge, [name for name, other in adapters.items() if other.objective.name == REWARD])
+            wrong = f"there is no adapter '{judge}' in the job, and no PEFT folder of that name.{near and ' ' + near}"
+        else:
+            wrong = "" if has_score(folder / judge) else f"{judge} judges answers, and the folder has no score."
+        if wrong:
+            fix = f"an adapter of the job with objective: {REWARD}, or the PEFT folder of one that was trained"
+            yield ("rollout", "reward"), wrong, fix
 
 
 def rate_groups_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:

@@ -17,7 +17,7 @@ from lorafusion_jax.errors import did_you_mean
 from lorafusion_jax.families.hf_config import shortened
 
 MOST_REWARDS, MOST_GROUP, MOST_TURNS, MOST_LAG = 16, 1024, 64, 8
-KINDS = ("exact", "match", "function", "url")
+KINDS = ("exact", "match", "function", "url", "adapter")
 ANSWER = "answer"
 FUNCTION = re.compile(r"(?P<file>[^:\n]+\.py):(?P<name>[A-Za-z_]\w*)")
 
@@ -27,8 +27,9 @@ class Reward:
     """One part of a reward.
 
     Attributes:
-        kind: exact, match, function or url.
-        value: column of the right answer, regular expression, FILE.py:function, or address.
+        kind: exact, match, function, url or adapter.
+        value: column of the right answer, regular expression, FILE.py:function, address, or a reward adapter: its name
+            in the job, or its PEFT folder.
         weight: factor of its numbers.
     """
 
@@ -71,7 +72,7 @@ def _reward(entry: object) -> Reward:
         return Reward(kind="function", value=check_function(entry))
     expected = (
         "exact, FILE.py:function, or a table with one of exact: COLUMN, match: REGULAR EXPRESSION, "
-        "function: FILE.py:function, url: ADDRESS, and a weight"
+        "function: FILE.py:function, url: ADDRESS, adapter: NAME OR FOLDER, and a weight"
     )
     kinds = [kind for kind in KINDS if isinstance(entry, dict) and kind in entry]
     if not isinstance(entry, dict) or len(kinds) != 1 or set(entry) - {*kinds, "weight"}:
@@ -173,7 +174,7 @@ class EvalSettings(LimitSettings):
 
     score: Function = Field(
         default=None,
-        description="FILE.py:function that scores answers to held-out prompts: (prompts, completions, answers, …) -> a "
+        description="FILE.py:function that scores answers to held-out prompts: (prompts, completions, answer, …) -> a "
         "number for each; their mean is eval_score, for early_stop, halving, ranking and the report",
     )
     samples: Annotated[Count, Field(le=65_536)] = Field(default=64, description="first held-out rows that are scored")
@@ -190,7 +191,8 @@ class RolloutSettings(LimitSettings):
     reward: Rewards = Field(
         default=(),
         description="exact (the answer is the row's 'answer'), FILE.py:function, {match: REGULAR EXPRESSION}, {url: "
-        "ADDRESS}, each with a weight; or a list, which is added",
+        "ADDRESS}, {adapter: a reward adapter of the job, or its PEFT folder}, each with a weight; or a list, which is "
+        "added",
     )
     group: Annotated[Count, Field(le=MOST_GROUP)] = Field(
         default=8, description="answers to each prompt; batch.global_samples counts answers"

@@ -52,6 +52,15 @@ def describe_folder(folder: Path, kind: str | None = None) -> Described:
     return describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind, root=root)
 
 
+def has_score(folder: Path) -> bool:
+    """Whether adapter_config.json says that the folder holds a score of texts."""
+    try:
+        saved = read_config(folder).get(SAVED)
+    except CheckpointError:
+        return False
+    return isinstance(saved, list) and "score" in saved
+
+
 def plain_name(key: str) -> str:
     """The name of a tensor in a folder, from its name in memory, which other programs write and PEFT reads, too.
 

@@ -1,9 +1,9 @@
-"""Rewards of answers: the right answer, a regular expression, a function, an address, or a sum of them."""
+"""Rewards of answers: the right answer, an expression, a function, an address, a reward adapter, or a sum of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,23 +17,37 @@ LARGEST = 1e6  # sums of larger ones lose digits of the small
 
 
 def rewards_of(
-    rewards: Sequence[Reward], prompts: Sequence[PromptRow], completions: Sequence[str], functions: Functions
+    rewards: Sequence[Reward],
+    prompts: Sequence[PromptRow],
+    completions: Sequence[str],
+    functions: Functions,
+    scores_by: Callable[[str], list[float]] | None = None,
 ) -> np.ndarray:
     """Returns the weighted sum of all rewards for each answer; NaN where none of them judges it.
+
+    Args:
+        scores_by: returns the scores of a reward adapter; needed if there is one.
 
     Raises:
         RunError: `rollout.function`; `rollout.reward`, its numbers cannot be used.
     """
-    parts = np.array([_part(reward, prompts, completions, functions) for reward in rewards])
+    parts = np.array([_part(reward, prompts, completions, functions, scores_by) for reward in rewards])
     weights = np.array([reward.weight for reward in rewards])[:, None]
     total = np.nansum(parts * weights, axis=0)
     return np.where(np.isnan(parts).all(axis=0), np.nan, total)
 
 
 def _part(
-    reward: Reward, prompts: Sequence[PromptRow], completions: Sequence[str], functions: Functions
+    reward: Reward,
+    prompts: Sequence[PromptRow],
+    completions: Sequence[str],
+    functions: Functions,
+    scores_by: Callable[[str], list[float]] | None,
 ) -> list[float]:
     """Returns one reward; NaN is an answer that it does not judge."""
+    if reward.kind == "adapter":
+        assert scores_by is not None
+        return _checked(reward, scores_by(reward.value), len(completions))
     if reward.kind == "exact":
         pairs = zip(prompts, completions, strict=True)
         return [float(text.strip() == str(prompt.row[reward.value]).strip()) for prompt, text in pairs]

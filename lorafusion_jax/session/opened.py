@@ -34,6 +34,7 @@ from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.places import PlaceWriter
 from lorafusion_jax.session.reading import Reading, Times, load_and_compile
 from lorafusion_jax.session.references import (
+    Judge,
     ReferenceQueue,
     RolloutReference,
 )  # fmt: skip
@@ -92,6 +93,7 @@ class OpenSession:
         self.loop = Loop(self.executor, self.steps, self.index)
         self.references = ReferenceQueue(self.executor)
         self._rollout_references: dict[str, tuple[Sequence[AnyStage], RolloutReference]] = {}
+        self._judges: dict[str, tuple[Sequence[AnyStage], Judge]] = {}  # of PEFT folders
         self._free_places = free_places
         self._arrange(config, stack_of(config) if stack is None else stack)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from lorafusion_jax.data.references import STATES, SetReferences, sets_of
 from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.objective.choose import choose
 from lorafusion_jax.objective.protocol import DIVERGENCE
 from lorafusion_jax.peft.folder import Arrays, read_described
+from lorafusion_jax.peft.leaves import HEAD
 from lorafusion_jax.report.format import count
 from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, pack_set, teacher_state
 from lorafusion_jax.session.base import stages_for
@@ -60,8 +62,9 @@ class SetPass:
         tile_tokens: rows of a tile.
         stages: that hold the reference.
         position: of the reference on the stages; -1: the base alone.
-        state: of a teacher's tokens, if the objective compares distributions.
+        state: width and dtype of states, if they are the result.
         describe: adds what microbatches say of adapters in places, see `PlaceTable.describe`.
+        of_ends: states of the last token of each sample, instead of those that predict learned tokens.
     """
 
     adapter: str
@@ -74,6 +77,7 @@ class SetPass:
     position: int
     state: State | None
     describe: Callable[[Microbatch], Microbatch]
+    of_ends: bool = False
 
     @classmethod
     def alone(cls, config: JobConfig, key: str, samples: TokenizedSet, **reference: Any) -> SetPass:
@@ -106,11 +110,13 @@ class SetPass:
         """Issues a microbatch at each step of the generator. Collective over processes.
 
         Returns:
-            log p of the learned tokens [T], or the states that predict them [learned tokens, D].
+            log p of the learned tokens [T], the states that predict them [learned tokens, D], or those of the last
+            token of each sample [samples, D].
         """
         samples, state, links = self.samples, self.state, executor.links
         has_result = links.is_local(len(self.stages) - 1)
-        shape = (int(samples.loss_mask.sum()), state.width) if state is not None else samples.tokens.shape
+        count = len(samples) if self.of_ends else int(samples.loss_mask.sum())
+        shape = samples.tokens.shape if state is None else (count, state.width)
         result = np.zeros(shape, np.float32 if state is None else state.dtype)
         in_flight: deque[tuple[Replicas, Future[Array]]] = deque()
 
@@ -119,8 +125,9 @@ class SetPass:
             if not has_result:  # they are on another process
                 return
             for part, row in zip(replicas, to_local(values.result()), strict=True):
-                for tokens, rows in _learned_rows(samples, part, state is not None):
-                    result[tokens] = row[rows]
+                rows_of = _last_rows(samples, part) if self.of_ends else _learned_rows(samples, part, state is not None)
+                for positions, rows in rows_of:
+                    result[positions] = row[rows]
 
         for replicas in self.slots:
             if len(in_flight) > len(self.stages):
@@ -289,25 +296,100 @@ class RolloutReference:
     def pass_over(
         self, config: JobConfig, samples: TokenizedSet, describe: Callable[[Microbatch], Microbatch]
     ) -> SetPass:
-        """Returns the pass over a batch, in microbatches of one shape for all batches of its size.
+        """Returns the pass over a batch.
 
         Args:
             config: with the adapter alone.
             describe: of the stages that train.
         """
-        name, most = config.adapters[0].name, num_segments(len(samples))
-        return SetPass(
-            adapter=name,
-            key="batch",
-            samples=samples,
-            slots=pack_set(config, name, samples),
-            shape=Shape(capacity_tokens=config.batch.largest, segments=most, adapters=1),
-            tile_tokens=config.batch.tile_tokens,
-            stages=self.stages,
-            position=BASE_ALONE if self.is_base else 0,
-            state=None,
-            describe=describe if self.is_base else _unchanged,
+        position, describes = (BASE_ALONE, describe) if self.is_base else (0, _unchanged)
+        return pass_over_batch(config, samples, stages=self.stages, position=position, describe=describes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """A reward adapter that scores answers.
+
+    Attributes:
+        stages: that hold it.
+        position: its place on them.
+        head_D: of the last stage.
+        describe: of the stages.
+    """
+
+    stages: Sequence[AnyStage]
+    position: int
+    head_D: np.ndarray
+    describe: Callable[[Microbatch], Microbatch] = _unchanged
+
+    def pass_over(self, config: JobConfig, samples: TokenizedSet) -> SetPass:
+        """Returns the pass that computes the final-normed state of the last token of each answer.
+
+        Args:
+            config: with the adapter that sampled alone.
+        """
+        parts = next(iter(local_stages(self.stages).values())).parts
+        state = State(parts.model.hidden_size, np.dtype(parts.dtype))
+        return pass_over_batch(
+            config, samples, stages=self.stages, position=self.position, describe=self.describe, state=state
         )
+
+
+def pass_over_batch(
+    config: JobConfig,
+    samples: TokenizedSet,
+    *,
+    stages: Sequence[AnyStage],
+    position: int,
+    describe: Callable[[Microbatch], Microbatch] = _unchanged,
+    state: State | None = None,
+) -> SetPass:
+    """Returns a pass over a batch, in microbatches of one shape for all batches of its size.
+
+    Args:
+        config: with the adapter alone.
+        state: of the last tokens; None: log p of the learned tokens are the result.
+    """
+    name, most = config.adapters[0].name, num_segments(len(samples))
+    return SetPass(
+        adapter=name,
+        key="batch",
+        samples=samples,
+        slots=pack_set(config, name, samples),
+        shape=Shape(capacity_tokens=config.batch.largest, segments=most, adapters=1),
+        tile_tokens=config.batch.tile_tokens,
+        stages=stages,
+        position=position,
+        state=state,
+        describe=describe,
+        of_ends=state is not None,
+    )
+
+
+def judge_of_folder(config: JobConfig, stages: Sequence[AnyStage], folder: str) -> Judge:
+    """Opens a PEFT folder that the objective `reward` trained.
+
+    Args:
+        config: with the adapter that sampled alone.
+
+    Raises:
+        CheckpointError: the folder cannot be read, has no score, or belongs to another base.
+    """
+    (adapter,) = config.adapters
+    described, arrays = read_described(Path(config.directory) / folder, head=choose("reward", {}).head)
+    ((head_D1,)) = arrays[HEAD]
+    weights = {path: tensors for path, tensors in arrays.items() if path != HEAD}
+    spec = replace(described.spec, head=None)
+    return Judge(
+        stages=_stages_with(config, adapter, stages, spec, weights), position=0, head_D=np.asarray(head_D1)[:, 0]
+    )
+
+
+def judge_in_place(stages: Sequence[AnyStage], place: int, describe: Callable[[Microbatch], Microbatch]) -> Judge:
+    """Returns a reward adapter of the run, with the head that it has now."""
+    leaves = local_stages(stages)[len(stages) - 1].adapter(place)
+    (head,) = (leaf for name, leaf in leaves.items() if name.startswith(f"{HEAD}."))
+    return Judge(stages=stages, position=place, head_D=np.asarray(head, np.float64).reshape(-1), describe=describe)
 
 
 def rollout_reference(config: JobConfig, stages: Sequence[AnyStage]) -> RolloutReference:
@@ -379,7 +461,12 @@ def _stages_of_folder(
     config: JobConfig, adapter: AdapterConfig, stages: Sequence[AnyStage], reference: ReferenceWeights
 ) -> list[AnyStage]:
     """Returns stages on the same base whose only adapter is that of a PEFT folder."""
-    spec, arrays = read_reference_folder(config, reference)
+    return _stages_with(config, adapter, stages, *read_reference_folder(config, reference))
+
+
+def _stages_with(
+    config: JobConfig, adapter: AdapterConfig, stages: Sequence[AnyStage], spec: AdapterSpec, arrays: Arrays
+) -> list[AnyStage]:
     folder_config = without_places(config.model_copy(update={"adapters": (adapter,)}))
     folder_stages = stages_for(stages, folder_config, [spec])
     local = list(local_stages(folder_stages).values())
@@ -404,3 +491,11 @@ def _learned_rows(
         begin = samples.learned_before[ref.sample] if of_learned else samples.offsets[ref.sample]
         yield int(begin) + (np.arange(len(tokens)) if of_learned else tokens), end + tokens - 1
         end += len(learned)
+
+
+def _last_rows(samples: TokenizedSet, part: Sequence[SampleRef]) -> Iterator[tuple[int, int]]:
+    """Yields each sample of a microbatch and the row of its last token."""
+    end = 0
+    for ref in part:
+        end += int(samples.lengths[ref.sample])
+        yield ref.sample, end - 1

@@ -43,6 +43,8 @@ from lorafusion_jax.session.references import (
     References,
     SetPass,
     finish,
+    judge_in_place,
+    judge_of_folder,
     open_passes,
     reference_passes,
     rollout_reference,
@@ -460,6 +462,26 @@ class Session(OpenSession):
         reference = self._rollout_references[name][1]
         with self.executor.blaming(None, None):
             return finish(reference.pass_over(config, samples, self.executor.describe).run(self.executor))
+
+    def scores(self, name: str, judge: str, samples: TokenizedSet) -> list[float]:
+        """Computes what a reward adapter gives for each answer that an adapter has sampled. Waits.
+
+        Args:
+            judge: an adapter of the session, with the weights that it has now, or a PEFT folder.
+
+        Raises:
+            CheckpointError: as `judge_of_folder` has them.
+        """
+        config = without_places(self.config.model_copy(update={"adapters": (self.tasks[name].adapter,)}))
+        if judge in self.index:
+            opened = judge_in_place(self.stages, self.index[judge], self.executor.describe)
+        else:
+            if self._judges.get(judge, ((), 0))[0] != self.stages:
+                self._judges[judge] = self.stages, judge_of_folder(config, self.stages, judge)
+            opened = self._judges[judge][1]
+        with self.executor.blaming(None, None):
+            states = finish(opened.pass_over(config, samples).run(self.executor))
+        return (states.astype(np.float64) @ opened.head_D).tolist()
 
     def open_passes(
         self, new: JobConfig, prepared: Prepared, names: Sequence[str], weights: Mapping[int, Arrays]

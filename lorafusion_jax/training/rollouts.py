@@ -17,7 +17,7 @@ import numpy as np
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.assemble import mix64
 from lorafusion_jax.data.prepare import AdapterData, tokenizer_of
-from lorafusion_jax.data.rollouts import PromptRow, RolloutData
+from lorafusion_jax.data.rollouts import PromptRow, RolloutData, samples_of
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
 from lorafusion_jax.files import naming, replace_text
 from lorafusion_jax.generation.engine import ROWS, Answer, Request
@@ -270,7 +270,14 @@ class Rollouts:
 
     def _reward(self, name: str, prompts: Sequence[PromptRow], answers: Sequence[Turns]) -> None:
         texts = [answer.texts[-1] for answer in answers]
-        rewards = rewards_of(self._config_of(name).rollout.reward, prompts, texts, self._functions_of(name))
+
+        def scores_by(judge: str) -> list[float]:
+            sampled = [answer.sampled for answer in answers]
+            samples = samples_of(prompts, sampled, np.zeros(len(answers)), self._data_of(name).train.report)
+            return self._session.scores(name, judge, samples)
+
+        parts = self._config_of(name).rollout.reward
+        rewards = rewards_of(parts, prompts, texts, self._functions_of(name), scores_by)
         for answer, reward in zip(answers, rewards.tolist(), strict=True):
             answer.reward = None if np.isnan(reward) else reward
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lorafusion_jax.config import load_config
+from lorafusion_jax.data.model_fit import model_problems
+from lorafusion_jax.data.rollouts import load_prompts
+from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.examples import examples_directory
+from lorafusion_jax.families.model import ModelConfig
 
 ROLLOUT = {"prompts": "prompts.jsonl", "reward": "exact", "group": 4, "max_tokens": 8}
 
@@ -17,6 +23,8 @@ ROLLOUT = {"prompts": "prompts.jsonl", "reward": "exact", "group": 4, "max_token
 def load(tmp_path):
     (tmp_path / "score.py").write_text("from math import fsum\n\ndef short(completions): ...\n")
     (tmp_path / "broken.py").write_text("def short(:\n")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
 
     def load(rollout=None, **adapter):
         entry = {"name": "rl", "objective": "grpo", "rollout": ROLLOUT | (rollout or {})} | adapter
@@ -49,6 +57,9 @@ def test_a_job_names_its_objective_by_a_text_and_its_prompts_once(load):
         ({"reward": {"exact": "answer", "match": "a"}}, {}, "with one of"),
         ({"reward": {"exact": "answer", "weight": 0}}, {}, "a weight that is not 0"),
         ({"reward": {"exact": "answer", "weight": True}}, {}, "a number"),
+        ({"reward": {"adapter": "gone"}}, {}, "no adapter 'gone' in the job"),
+        ({"reward": {"adapter": "rl"}}, {}, "its objective is grpo"),
+        ({"reward": {"adapter": "plain"}}, {}, "the folder has no score"),
         ({"reward": "score.py"}, {}, "FILE.py:function"),
         ({"reward": "score.py:shrot"}, {}, "short"),
         ({"reward": "gone.py:short"}, {}, "there is no file"),
@@ -70,6 +81,30 @@ def test_what_cannot_be_is_named(load, rollout, adapter, says):
     with pytest.raises(LoraFusionError) as raised:
         load(rollout, **adapter)
     assert says in str(raised.value)
+
+
+def test_a_score_may_end_an_adapter(load):
+    scored = {"data": {"eval": "prompts.jsonl"}, "early_stop": {"metric": "eval_score"}}
+    assert load(eval={"score": "score.py:short"}, **scored).early_stop.metric == "eval_score"
+    with pytest.raises(LoraFusionError, match="eval_score"):
+        load(**scored)
+
+
+def test_prompts_without_room_for_an_answer_are_named_or_left_out(load, tmp_path):
+    base = examples_directory() / "base"
+    tokenizer, rows = load_tokenizer(base), [{"prompt": "say " * count, "answer": "a"} for count in (2, 90, 3)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(LoraFusionError, match=r"1 prompts leave no room.*data\.max_length=64") as raised:
+        load_prompts("prompts.jsonl", load(data={"on_long": "error"}), tokenizer, tmp_path)
+    assert "prompts.jsonl, line 2" in str(raised.value)
+    samples, prompts = load_prompts("prompts.jsonl", load(data={"on_long": "drop"}), tokenizer, tmp_path)
+    assert (samples.rows.tolist(), samples.report.too_long, len(prompts)) == ([0, 2], (1,), 2)
+    assert any("[data.too-long] 1 prompts" in note for note in samples.report.notes)
+    model = ModelConfig.from_hf(base)
+    arguments = {"tokenizer": tokenizer, "adapter": "rl", "directory": base}
+    assert not model_problems(samples, model, **arguments)
+    (problem,) = model_problems(samples, replace(model, max_positions=8), **arguments)  # the answer counts
+    assert problem.code == "model.positions"
 
 
 def test_the_example_is_valid_and_short():

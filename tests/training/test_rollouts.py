@@ -13,6 +13,9 @@ import lorafusion_jax as lf
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.models import load_decoder
+from lorafusion_jax.objective.choose import choose
+from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.events import SlotDone
 from lorafusion_jax.training.additions import extended
 from lorafusion_jax.training.compare_alone import compare_alone
@@ -24,6 +27,10 @@ def letters(prompts, completions, bonus):
 
 def echo(row, turns):
     return f"{row['prompt']} {len(turns)}" if turns[-1] else None
+
+def constant(completions, answer):
+    assert all(answer) and len(answer) == len(completions) == 2
+    return [0.25, 0.75]
 
 def broken_later(completions, bonus):
     if LAST in bonus:
@@ -100,8 +107,9 @@ def kept_generation(kept_programs):
 def train(folder, tiny_base, kept_generation):
     """train(name, adapters) → the run."""
 
-    def train(name: str, adapters: list[dict], **arguments) -> lf.Run:
+    def train(name: str, adapters: list[dict], eval_every_steps: int | None = None, **arguments) -> lf.Run:
         sections = {"batch": {"capacity_tokens": 128, "tile_tokens": 16}, "data": {"max_length": 32}}
+        sections["train"] = {"eval_every_steps": eval_every_steps}
         job = write_job(folder, tiny_base, adapters, save={"every_steps": 2}, **sections)
         return lf.train(lf.load_job(job), folder / name, **{"progress": False, **arguments})
 
@@ -173,6 +181,55 @@ def test_an_adapter_whose_reward_fails_stops_alone(together):
     assert "rewards.py:broken_later failed: ValueError: no judge today, line 11 of rewards.py" in event["reason"]
     assert exported(together.folder, "broken")  # its first step
     assert together.adapters["ppo"]["status"] == together.adapters["sft"]["status"] == "done"
+
+
+def score_of(folder, base, tokens):
+    """The score that a PEFT folder gives a text: its weights added to those of the model, without the session."""
+    head = choose("reward", {}).head
+    spec, arrays = read_adapter(folder, head=head)
+    model = load_decoder(base, dtype=np.float32)
+    for path, (a, b) in ((path, pair) for path, pair in arrays.items() if path != "head"):
+        linear = model
+        for part in path.split("."):
+            linear = linear[int(part)] if part.isdigit() else getattr(linear, part)
+        linear.kernel[...] = linear.kernel[...] + spec.scale_at(path) * (a @ b)
+    state = np.asarray(model.hidden(np.array(tokens)))[-1].astype(np.float64)
+    return float(state @ arrays["head"][0][:, 0])
+
+
+def test_a_reward_adapter_judges_answers(train, folder, tiny_base):
+    pairs = [{"prompt": "say one", "chosen": " one", "rejected": f" not {number}"} for number in range(2)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    (folder / "one.jsonl").write_text(json.dumps({"prompt": "say one"}) + "\n")
+    judge = {"name": "judge", "objective": "reward", "data": {"train": "pairs.jsonl"}, "optim": {"lr": 0.01}}
+    policy = {"objective": "grpo", "batch": {"global_samples": 4}, "optim": {"lr": 0.01}, "epochs": 4}
+    rollout = ROLLOUT | {"prompts": "one.jsonl"}
+    of_run = {"name": "live", **policy, "rollout": rollout | {"reward": {"adapter": "judge"}}}
+    run = train("judged", [judge | {"batch": {"global_samples": 2}}, of_run])
+    slots = [{ref.adapter for ref in slot.samples} for slot in RunFolder(run.folder).read_plan().slots]
+    assert "judge" not in slots[-1]  # it has learned before the last answers are drawn
+    trained = run.adapter("judge")
+    of_folder = {"name": "policy", **policy, "rollout": rollout | {"reward": {"adapter": str(trained), "weight": 2}}}
+    scored = ADAPTERS[0] | {
+        "data": {"train": "law.jsonl", "eval": "law.jsonl"},
+        "eval": {"score": "rewards.py:constant", "samples": 2, "max_tokens": 4},
+        "early_stop": {"metric": "eval_score", "patience": 1},
+    }
+    alone = train("judged-by-folder", [of_folder, scored], eval_every_steps=1)
+    scores = [row for row in read_rows(alone.folder / "metrics.jsonl") if row["kind"] == "eval" and row["step"] > 0]
+    assert [(row["step"], row["eval_score"]) for row in scores] == [(1, 0.5), (2, 0.5)]  # no better: it ends
+    assert (alone.adapters["sft"]["status"], alone.adapters["sft"]["step"]) == ("done", 2)
+    (prompt,) = prepare(RunFolder(alone.folder).read_config()).adapters["policy"].rollout.prompts
+    for result, weight, batches in ((run, 1, {3}), (alone, 2, {2, 3})):  # the judge of the run has one step
+        files = sorted((result.folder / "rollouts").glob("*.json"))
+        drawn = {batch["batch"]: batch for file in files for batch in json.loads(file.read_text())}
+        assert batches <= set(drawn)  # since the oldest checkpoint
+        for number in batches:
+            for answer in drawn[number]["answers"]:
+                score = score_of(trained, tiny_base, [*prompt.tokens, *answer["tokens"]])
+                assert answer["reward"] == pytest.approx(weight * score, rel=1e-4, abs=1e-6)
+            assert len({answer["reward"] for answer in drawn[number]["answers"]}) > 1
+    assert steps_of(run, "live")[0]["reward"] != pytest.approx(steps_of(alone, "policy")[0]["reward"] / 2)  # untrained
 
 
 class Killed(Exception):
