@@ -30,7 +30,7 @@ SHORTER = {  # fewer steps, and adapters of fewer kernels: compiling is most of 
     "07_your_nnx_model": {"steps=60": "steps=6"},
     "11_preferences": {TWO_TARGETS: ONE_TARGET},
     "13_reinforcement_learning": {
-        "rounds, samples = 5, 16": "rounds, samples = 2, 16",
+        "resolve(), 24": "resolve(), 2",
         '"targets": ["q_proj", "v_proj", "down_proj"]': ONE_TARGET,
     },
 }
