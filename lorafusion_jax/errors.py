@@ -6,7 +6,6 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,6 +162,8 @@ def install_line(extra: str, root: Path = ROOT) -> str:
     """
     if (root / "pyproject.toml").is_file():
         return f'pip install -e "{root}[{extra}]"'
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
         package = distribution("lorafusion-jax")
     except PackageNotFoundError:

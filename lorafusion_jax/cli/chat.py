@@ -23,7 +23,6 @@ from lorafusion_jax.cli.generate import (
 )
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.generation.sampling import Sampling
-from lorafusion_jax.generation.sources import find_source
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, say
 
@@ -50,6 +49,8 @@ def command(
 
     Example: lorafusion chat runs/exp1 --adapter law
     """
+    from lorafusion_jax.generation.sources import find_source
+
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )

@@ -9,28 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from lorafusion_jax.api.plans import check_start
-from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, typed
-from lorafusion_jax.config.job_checks import ineffective
-from lorafusion_jax.config.load import examine_config, read_job_file
-from lorafusion_jax.config.overrides import unreached
-from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import LoraFusionError, unique
-from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.machine import prepare_machine
-from lorafusion_jax.planning.checks import checked_data, layer_problems, problems_of_base, weight_notes
 from lorafusion_jax.report.console import most_telling, out, plain_table, say, warn
-from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, exact
-from lorafusion_jax.report.trackers import missing_packages
-from lorafusion_jax.weights.table import NONE
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lorafusion_jax.config.schema import JobConfig
+    from lorafusion_jax.data.prepare import Prepared
     from lorafusion_jax.training.base_loss import BaseLoss
 
 
@@ -52,6 +42,14 @@ def command(
 
     Example: lorafusion check jobs.yaml base.quantize=nf4 --base-loss
     """
+    from lorafusion_jax.api.plans import check_start
+    from lorafusion_jax.config.job_checks import ineffective
+    from lorafusion_jax.config.load import examine_config, read_job_file
+    from lorafusion_jax.config.overrides import unreached
+    from lorafusion_jax.planning.checks import checked_data, layer_problems, weight_notes
+    from lorafusion_jax.report.data_notes import data_notes
+    from lorafusion_jax.report.trackers import missing_packages
+
     config, errors = examine_config(jobs, overrides or ())
     of_layers, more = layer_problems(config) if config else ([], [])
     config, prepared = checked_data(config, [*errors, *more, *_base_problems(config)])
@@ -99,6 +97,9 @@ def command(
 
 
 def _base_losses(config: JobConfig, prepared: Prepared) -> dict[str, BaseLoss]:
+    from lorafusion_jax.checkpoint.base_model import base_directory
+    from lorafusion_jax.families.model import ModelConfig
+
     prepare_machine()
     from lorafusion_jax.training.base_loss import base_losses
 
@@ -108,6 +109,8 @@ def _base_losses(config: JobConfig, prepared: Prepared) -> dict[str, BaseLoss]:
 
 def _show_base_losses(console: Console, config: JobConfig, losses: Mapping[str, BaseLoss]) -> None:
     """Perplexity is of the loss of the adapter's objective."""
+    from lorafusion_jax.weights.table import NONE
+
     quantize = config.base.quantize
     table = plain_table(("base on", "data"), ("tokens", f"perplexity in {config.base.dtype}", f"as {quantize}", "loss"))
     for name, loss in losses.items():
@@ -129,6 +132,8 @@ def _show_base_losses(console: Console, config: JobConfig, losses: Mapping[str, 
 
 def _base_problems(config: JobConfig | None) -> list[LoraFusionError]:
     """What is wrong with the base model's files, or that no run could train it."""
+    from lorafusion_jax.checkpoint.base_model import base_directory
+
     try:
         return [] if config is None else _of_model(base_directory(config))
     except LoraFusionError:  # no base model: whoever reads its tokenizer says so
@@ -136,6 +141,9 @@ def _base_problems(config: JobConfig | None) -> list[LoraFusionError]:
 
 
 def _of_model(directory: Path) -> list[LoraFusionError]:
+    from lorafusion_jax.checkpoint.base_weights import weight_problems
+    from lorafusion_jax.planning.checks import problems_of_base
+
     return list(unique([*weight_problems(directory), *problems_of_base(directory)]))
 
 

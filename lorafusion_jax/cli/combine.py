@@ -7,10 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.common import next_command
 from lorafusion_jax.errors import CheckpointError, ConfigError
-from lorafusion_jax.peft.read_config import CONFIG_FILE
 from lorafusion_jax.report.console import out, say
 
 
@@ -47,6 +45,9 @@ def command(
 
 def _read(argument: str, run: Path | None) -> tuple[Path, float]:
     """The folder and the weight of "NAME=0.5"."""
+    from lorafusion_jax.checkpoint.folder import RunFolder
+    from lorafusion_jax.peft.read_config import CONFIG_FILE
+
     name, equals, number = argument.rpartition("=")
     name = name if equals else argument
     try:

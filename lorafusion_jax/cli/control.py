@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorafusion_jax.api.status import run_numbers
-from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.requests import Action, is_extension, is_weight, write_addition, write_request
 from lorafusion_jax.cli.common import JobFile, Overrides, RunPath, next_command
-from lorafusion_jax.config.job_checks import ineffective
-from lorafusion_jax.config.join import read_joining
-from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.optim.schedules import schedule
-from lorafusion_jax.planning.checks import checked_data
 from lorafusion_jax.report.console import out, say, warn
-from lorafusion_jax.report.data_notes import data_notes
+
+if TYPE_CHECKING:
+    from lorafusion_jax.checkpoint.requests import Action
+    from lorafusion_jax.config.schema import OptimSettings
 
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="name of the adapter")]
 
@@ -62,6 +57,8 @@ def weight_adapter(
 
     Example: lorafusion weight runs/exp1 law 2
     """
+    from lorafusion_jax.checkpoint.requests import is_weight
+
     if not is_weight(value):
         raise ConfigError("control.weight", f"{value:g} is not a weight.", why="a weight is a finite number above 0")
     _send_request(run, "weight", adapter, value)
@@ -82,6 +79,8 @@ def extend_adapter(
 
     Example: lorafusion extend runs/exp1 law --steps 200
     """
+    from lorafusion_jax.checkpoint.requests import is_extension
+
     if not is_extension(epochs, steps):
         raise ConfigError(
             "control.extend",
@@ -102,6 +101,13 @@ def add_adapter(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> Non
 
     Example: lorafusion add runs/exp1 more.yaml optim.lr=1e-4
     """
+    from lorafusion_jax.checkpoint.folder import RunFolder
+    from lorafusion_jax.checkpoint.requests import write_addition
+    from lorafusion_jax.config.job_checks import ineffective
+    from lorafusion_jax.config.join import read_joining
+    from lorafusion_jax.planning.checks import checked_data
+    from lorafusion_jax.report.data_notes import data_notes
+
     folder = RunFolder(run)
     config = folder.read_config()
     adapters = read_joining(jobs, config, overrides or ())
@@ -113,6 +119,10 @@ def add_adapter(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> Non
 
 
 def _send_request(run: Path, action: Action, adapter: str, value: float | None = None, **options: int) -> None:
+    from lorafusion_jax.api.status import run_numbers
+    from lorafusion_jax.checkpoint.folder import RunFolder
+    from lorafusion_jax.checkpoint.requests import write_request
+
     config = RunFolder(run).read_config()
     numbers = run_numbers(run)
     if adapter not in numbers["adapters"]:
@@ -135,6 +145,8 @@ def _send_request(run: Path, action: Action, adapter: str, value: float | None =
 
 
 def _say_asked(run: Path, request: str, numbers: dict | None = None) -> None:
+    from lorafusion_jax.api.status import run_numbers
+
     numbers, console = numbers or run_numbers(run), out()
     if numbers["state"] == "running" and numbers["alive"] is not False:
         say(console, f"asked: {request}. The run does so when the microbatches under way are through.")
@@ -146,6 +158,8 @@ def _say_asked(run: Path, request: str, numbers: dict | None = None) -> None:
 
 def _rates_of_extension(optim: OptimSettings) -> str:
     """What becomes of the learning rate where an adapter is extended."""
+    from lorafusion_jax.optim.schedules import schedule
+
     text = "The steps planned before keep their learning rates. The new steps have a schedule of their own: "
     text += f"after their warm-up {optim.schedule} " if optim.warmup else f"{optim.schedule} "
     if not schedule(optim.schedule).falls:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command
-from lorafusion_jax.config import load_config
-from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.data.prepare import load_sources, tokenizer_of, tokenizer_of_base
-from lorafusion_jax.data.preview import render_preview
-from lorafusion_jax.data.tokenized import load_samples
-from lorafusion_jax.data.tokenized_set import TokenizedSet
-from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.report.console import out
+
+if TYPE_CHECKING:
+    from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+    from lorafusion_jax.data.tokenized_set import TokenizedSet
+    from lorafusion_jax.data.tokenizer import Tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Shows training data.")
 
@@ -40,6 +37,11 @@ def preview(
 
     Example: lorafusion data preview jobs.yaml --adapter law --rows 3
     """
+    from lorafusion_jax.checkpoint.base_model import base_directory
+    from lorafusion_jax.config import load_config
+    from lorafusion_jax.data.prepare import tokenizer_of_base
+    from lorafusion_jax.data.preview import render_preview
+
     config = load_config(jobs, overrides or ())
     names = [entry.name for entry in config.adapters]
     if adapter is not None and adapter not in names:
@@ -57,6 +59,9 @@ def preview(
 
 
 def _load(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> TokenizedSet:
+    from lorafusion_jax.data.prepare import load_sources, tokenizer_of
+    from lorafusion_jax.data.tokenized import load_samples
+
     base_dir = Path(config.directory)
 
     def load(source: str) -> TokenizedSet:

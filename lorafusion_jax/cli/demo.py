@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from lorafusion_jax.cli.common import next_command
-from lorafusion_jax.config import load_config
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.format import count, duration, percent
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def command(
@@ -26,6 +27,7 @@ def command(
     Example: lorafusion demo
     """
     from lorafusion_jax.api.watch import watch
+    from lorafusion_jax.config import load_config
     from lorafusion_jax.planning.planned import plans_one_after_another
     from lorafusion_jax.training import train
     from lorafusion_jax.training.verify import verify_exports

@@ -12,19 +12,11 @@ from typing import Annotated, get_args
 
 import typer
 
-from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.checkpoint.weight_cache import weight_cache
 from lorafusion_jax.cli.common import Json, Overrides, next_command
-from lorafusion_jax.cli.defaults import command_to_measure, defaults
-from lorafusion_jax.cli.job_calls import calls_of_job, typical_calls
-from lorafusion_jax.config import load_config
-from lorafusion_jax.data.cache import token_cache
 from lorafusion_jax.errors import LoraFusionError, install_line
-from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.machine import program_cache
 from lorafusion_jax.report.console import out, plain_table
 from lorafusion_jax.report.format import count
-from lorafusion_jax.report.record import versions
 from lorafusion_jax.tuning_table import use_tables
 
 EXTRAS = {
@@ -72,6 +64,10 @@ def diagnosis(jobs: Path | None = None, overrides: Sequence[str] = ()) -> dict[s
     """Returns versions, devices, kernels per device, defaults of a job, extras and disk space."""
     import jax
 
+    from lorafusion_jax.checkpoint.weight_cache import weight_cache
+    from lorafusion_jax.data.cache import token_cache
+    from lorafusion_jax.report.record import versions
+
     devices = {
         f"{device.platform}:{device.id}": f"{device.device_kind}{_memory(device)}" for device in jax.local_devices()
     }
@@ -96,6 +92,12 @@ def diagnosis(jobs: Path | None = None, overrides: Sequence[str] = ()) -> dict[s
 
 def _defaults(jobs: Path | None, overrides: Sequence[str]) -> dict[str, str]:
     """Implementations of a job's ops, or of a typical layer's; a broken table of this machine is no default."""
+    from lorafusion_jax.checkpoint.base_model import base_directory
+    from lorafusion_jax.cli.defaults import command_to_measure, defaults
+    from lorafusion_jax.cli.job_calls import calls_of_job, typical_calls
+    from lorafusion_jax.config import load_config
+    from lorafusion_jax.families.model import ModelConfig
+
     config = load_config(jobs, overrides) if jobs else None
     if config is None:
         calls = typical_calls()

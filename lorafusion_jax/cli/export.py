@@ -9,32 +9,29 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.adapters.table import PLAIN, adapter_kind
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
-from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.checkpoint.hub_upload import hub, upload
 from lorafusion_jax.cli.common import RunPath, next_command
-from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.digests import FILE as SUMS
 from lorafusion_jax.digests import Damage, find_damage, has_digests, refuse_damage
 from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
-from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.families.multimodal import auto_class, loads_whole
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.new_folder import new_folder
-from lorafusion_jax.peft.leaves import exported_spec
 from lorafusion_jax.readable import RECORD, NotReadableError, check_regular
 from lorafusion_jax.report.card_results import results, rows_by_adapter
 from lorafusion_jax.report.console import MOST_LINES, out, say
-from lorafusion_jax.weights.table import NONE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lorafusion_jax.adapters.spec import AdapterSpec
+    from lorafusion_jax.checkpoint.folder import RunFolder
+    from lorafusion_jax.config.schema import JobConfig
+    from lorafusion_jax.families.model import ModelConfig
 
 # Commands of other programs that load exported adapters.
 
@@ -113,6 +110,8 @@ def _in_vllm(spec: AdapterSpec, model_type: str) -> bool:
 
 
 def _is_plain(spec: AdapterSpec) -> bool:
+    from lorafusion_jax.adapters.table import PLAIN
+
     experts = [name for name in EXPERTS if name in spec.targets]
     has_layers_only = spec.patterns is None and spec.head is None and spec.tokens is None
     return spec.kind == PLAIN and has_layers_only and len(experts) in (0, len(EXPERTS))
@@ -146,6 +145,13 @@ def command(
 
     Example: lorafusion export runs/exp1 law --to out/law
     """
+    from lorafusion_jax.checkpoint.base_model import base_directory
+    from lorafusion_jax.checkpoint.folder import RunFolder
+    from lorafusion_jax.config.specs import adapter_spec
+    from lorafusion_jax.families.model import ModelConfig
+    from lorafusion_jax.families.multimodal import auto_class
+    from lorafusion_jax.peft.leaves import exported_spec
+
     folder = RunFolder(run)
     config = folder.read_config()
     names = [entry.name for entry in config.adapters]
@@ -221,10 +227,15 @@ class Export:
 
     @property
     def spec(self) -> AdapterSpec:
+        from lorafusion_jax.config.specs import adapter_spec
+        from lorafusion_jax.peft.leaves import exported_spec
+
         return exported_spec(adapter_spec(self.config.adapter(self.name)))
 
     def copy(self, console: Console, dtype: str | None) -> None:
         """Copies the folder, adds results to its card, and reads it back."""
+        from lorafusion_jax.checkpoint.folder import step_of
+        from lorafusion_jax.families.multimodal import auto_class, loads_whole
         from lorafusion_jax.peft.folder import cast_tensors, name_for_multimodal, read_adapter
 
         self._warn(console)
@@ -258,7 +269,10 @@ class Export:
 
     def merge(self, console: Console) -> None:
         """Writes the full model with the adapter merged in."""
+        from lorafusion_jax.checkpoint.base_model import base_directory
+        from lorafusion_jax.checkpoint.folder import step_of
         from lorafusion_jax.peft.merge import merge_adapter
+        from lorafusion_jax.weights.table import NONE
 
         self._warn(console)
         if self.spec.head is not None:
@@ -307,6 +321,8 @@ def _check_options(
 
 
 def exported_folder(folder: RunFolder, names: list[str], adapter: str, step: int | None, *, best: bool = False) -> Path:
+    from lorafusion_jax.checkpoint.folder import step_of
+
     if adapter not in names:
         raise ConfigError(
             "export.unknown-adapter",
@@ -326,6 +342,8 @@ def exported_folder(folder: RunFolder, names: list[str], adapter: str, step: int
 
 
 def _refuse_merge_only(config: JobConfig, names: list[str]) -> None:
+    from lorafusion_jax.adapters.table import adapter_kind
+
     kinds = {name: config.adapter(name).lora.adapter_kind for name in names}
     raise_all(
         [

@@ -15,10 +15,8 @@ from lorafusion_jax.cli.common import Json, ProgramCache, next_command
 from lorafusion_jax.errors import ConfigError, DataError
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.generation.sampling import Sampling
-from lorafusion_jax.generation.sources import find_source
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, say
-from lorafusion_jax.report.generated import show_texts
 
 STDIN = "-"
 
@@ -98,6 +96,8 @@ def command(
 
     Example: lorafusion generate runs/exp1 "Who may appeal?" --adapter law --adapter base
     """
+    from lorafusion_jax.generation.sources import find_source
+
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
@@ -133,6 +133,8 @@ def command(
     if as_json:
         print(lines, end="")
     else:
+        from lorafusion_jax.report.generated import show_texts
+
         show_texts(console, [(text.prompt, text.adapter, text.text) for text in answers])
         say(console, f"written to {to}") if to is not None else None
         next_command(console, f"lorafusion chat {source}")

@@ -9,10 +9,6 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.config.convert import convert, title_of
-from lorafusion_jax.config.job_template import reference
-from lorafusion_jax.config.json_schema import job_schema
-from lorafusion_jax.config.read import read_source
 from lorafusion_jax.errors import ConfigError
 
 TEXT = """\
@@ -67,6 +63,11 @@ def command(
 
     Example: lorafusion init > jobs.yaml
     """
+    from lorafusion_jax.config.convert import convert, title_of
+    from lorafusion_jax.config.job_template import reference
+    from lorafusion_jax.config.json_schema import job_schema
+    from lorafusion_jax.config.read import read_source
+
     if schema and (everything or source is not None):
         raise ConfigError("config.options", "--schema stands alone.", fix="lorafusion init --schema > job.schema.json")
     if schema:

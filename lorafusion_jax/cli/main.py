@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from lorafusion_jax import __version__
 from lorafusion_jax.errors import ConfigError, LoraFusionError, RunError
@@ -31,6 +31,39 @@ from lorafusion_jax.signals import INTERRUPTED, stop_signals
 # and the completion of a shell import no command.
 
 
+class Sections:
+    """Prints help as plain text in the sections that `rich_help_panel` names: importing rich takes longer than that."""
+
+    def format_options(self: Any, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (row := parameter.get_help_record(ctx)) is not None:
+                kind = "Options"
+                if parameter.param_type_name == "argument":
+                    kind, row = "Arguments", (row[0].partition(" <")[0], row[1])
+                sections.setdefault(parameter.rich_help_panel or kind, []).append(row)
+        for name, command in getattr(self, "commands", {}).items():
+            text = self.get_command(ctx, name).help.split("\n\n")[0]
+            sections.setdefault(command.rich_help_panel or "Commands", []).append((name, text))
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+    def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
+        for parameter in self.get_params(ctx):
+            if parameter.name in ("help", "install_completion", "show_completion"):
+                parameter.default = False  # typer hands None to pydantic, whose import takes longer than the help
+        return super().parse_args(ctx, args)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class SectionedCommand(Sections, TyperCommand):
+    """A command whose help is in sections."""
+
+
+class SectionedGroup(Sections, TyperGroup):
+    """A group whose help is in sections."""
+
+
 def group_of(paths: dict[str, str]) -> type[TyperGroup]:
     """Returns the class of a group of commands, which `add_names` adds to its application.
 
@@ -39,7 +72,7 @@ def group_of(paths: dict[str, str]) -> type[TyperGroup]:
             The application may have other commands beside them.
     """
 
-    class Commands(TyperGroup):
+    class Commands(SectionedGroup):
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             command = super().get_command(ctx, cmd_name)
             if command is not None and cmd_name in paths:
@@ -81,12 +114,18 @@ def _unknown() -> None:
 def imported(name: str, path: str) -> Any:
     """Imports a command."""
     module, _, attribute = path.partition(":")
-    command, parent = getattr(import_module(module), attribute), typer.Typer(add_completion=False)
+    command, parent = (
+        getattr(import_module(module), attribute),
+        typer.Typer(add_completion=False, rich_markup_mode=None),
+    )
     parent.callback()(_unknown)  # with it, an application of one command is a group, too
     if isinstance(command, typer.Typer):
-        parent.add_typer(command, name=name)
+        command.rich_markup_mode = None
+        for registered in command.registered_commands:
+            registered.cls = SectionedCommand
+        parent.add_typer(command, name=name, cls=SectionedGroup)
     else:
-        parent.command(name)(command)
+        parent.command(name, cls=SectionedCommand)(command)
     group: Any = typer.main.get_command(parent)
     loaded = group.commands[name]
     loaded.help = _unwrapped(loaded.help or "")
@@ -128,12 +167,14 @@ COMMANDS = {
     "data": "lorafusion_jax.cli.data:app",
 }
 COMMANDS |= import_module("lorafusion_jax.serve.cli.commands").COMMANDS  # by name: its rooms are above this one
+COMMANDS = {name: COMMANDS[name] for name in PANELS}
 app = typer.Typer(
     cls=group_of(COMMANDS),
     no_args_is_help=True,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 110},
     help="Trains several LoRA adapters of one base model together. Start with: lorafusion demo",
 )
 add_names(app, COMMANDS)

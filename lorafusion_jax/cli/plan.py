@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 
-from lorafusion_jax.api.plan_screen import show_plan
-from lorafusion_jax.api.plans import check_start
-from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, ends_in, next_command, typed
-from lorafusion_jax.config.job_checks import ineffective
-from lorafusion_jax.config.load import examine_config, read_job_file
-from lorafusion_jax.config.overrides import unreached
-from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.files import replace_text
-from lorafusion_jax.planning.auto import GIB, resolve_auto
-from lorafusion_jax.planning.checks import base_problems, checked_data, layer_problems, weight_notes
-from lorafusion_jax.planning.choices import Choice, Choices, compare_choices
-from lorafusion_jax.planning.network import Network, network_of
-from lorafusion_jax.planning.planned import make_planned
-from lorafusion_jax.planning.prediction import PredictedMemory, machine_note, this_device
 from lorafusion_jax.report.console import out, plain_table, say, warn
 from lorafusion_jax.report.format import count, duration, exact, percent
-from lorafusion_jax.report.trackers import missing_packages
-from lorafusion_jax.weights.table import NONE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lorafusion_jax.config.schema import JobConfig
+    from lorafusion_jax.planning.choices import Choice, Choices
+    from lorafusion_jax.planning.network import Network
+    from lorafusion_jax.planning.prediction import PredictedMemory
 
 MOST_ROWS = 12  # of compared meshes
 
@@ -85,6 +76,18 @@ def command(
 
     Example: lorafusion plan jobs.yaml -o plan.json
     """
+    from lorafusion_jax.api.plan_screen import show_plan
+    from lorafusion_jax.api.plans import check_start
+    from lorafusion_jax.config.job_checks import ineffective
+    from lorafusion_jax.config.load import examine_config, read_job_file
+    from lorafusion_jax.config.overrides import unreached
+    from lorafusion_jax.planning.auto import GIB, resolve_auto
+    from lorafusion_jax.planning.checks import base_problems, checked_data, layer_problems, weight_notes
+    from lorafusion_jax.planning.network import network_of
+    from lorafusion_jax.planning.planned import make_planned
+    from lorafusion_jax.planning.prediction import this_device
+    from lorafusion_jax.report.trackers import missing_packages
+
     network = network_of(device or this_device(), processes, gigabytes=link_gb, microseconds=link_us)
     if gpus is not None:
         _compare(jobs, overrides, gpus, device, network, as_json=as_json)
@@ -137,6 +140,14 @@ def _compare(
     jobs: Path, overrides: Overrides, gpus: int, chosen: str | None, network: Network, *, as_json: bool
 ) -> None:
     """Shows every mesh of so many devices; reads no timeline and writes no plan."""
+    from lorafusion_jax.api.plans import check_start
+    from lorafusion_jax.checkpoint.base_model import base_directory
+    from lorafusion_jax.config.load import examine_config
+    from lorafusion_jax.families.model import ModelConfig
+    from lorafusion_jax.planning.checks import base_problems, checked_data
+    from lorafusion_jax.planning.choices import compare_choices
+    from lorafusion_jax.planning.prediction import machine_note, this_device
+
     device = chosen or this_device()
     config, errors = examine_config(jobs, overrides or ())
     config, prepared = checked_data(config, [*errors, *base_problems(config)])
@@ -167,6 +178,8 @@ def _setting_to_try(config: JobConfig, memory: PredictedMemory) -> str:
 
 def _show_choices(console: Console, compared: Choices) -> None:
     """Prints the table, the fastest first, and why the first one is proposed."""
+    from lorafusion_jax.weights.table import NONE
+
     devices = f"{compared.gpus} × {compared.device}" if compared.gpus > 1 else f"one {compared.device}"
     say(console, f"{devices}, default rates, nothing measured\n", style="bold")
     has_formats = any(choice.quantize != NONE for choice in compared.choices)
@@ -188,6 +201,8 @@ def _show_choices(console: Console, compared: Choices) -> None:
 
 
 def _cells_of_choice(choice: Choice, *, stored: bool, shared: bool) -> list[str]:
+    from lorafusion_jax.planning.auto import GIB
+
     memory = f"{choice.memory_bytes / GIB:.1f} GiB" + (" too much" if choice.fits is False else "")
     times = (
         ["–", "–", "–"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorafusion_jax.config.schema import MeshSettings
 from lorafusion_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lorafusion_jax.config.schema import MeshSettings
 
 Distributed = Annotated[
     bool,

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.cli.common import JobFile, Overrides, next_command, typed
-from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, plain_table, say
@@ -29,6 +28,7 @@ def command(
 
     Example: lorafusion profile jobs.yaml -o costs.json
     """
+    from lorafusion_jax.config import load_config
     from lorafusion_jax.training.profiling import profile
     from scheduling import simulate
     from scheduling.simulate import slot_squares

@@ -9,12 +9,9 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.api.status import run_numbers
-from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.common import Json, ends_in, next_command
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.report.console import out, say
-from lorafusion_jax.report.page.build import ReportedRun, report_page
 
 WATCH_S = 10
 
@@ -29,6 +26,8 @@ def command(
 
     Example: lorafusion report runs/exp1 runs/exp2 -o compare.html
     """
+    from lorafusion_jax.checkpoint.folder import RunFolder
+
     for run in runs:
         RunFolder(run).read_record()  # raises if it is not a run folder
     file = runs[0] / "report.html" if to is None else to
@@ -49,6 +48,9 @@ def command(
 
 def _write(runs: list[Path], file: Path, *, live: bool) -> bool:
     """Writes the page. Returns whether a run still goes on."""
+    from lorafusion_jax.api.status import run_numbers
+    from lorafusion_jax.report.page.build import ReportedRun, report_page
+
     report_runs = [ReportedRun(folder=run, numbers=run_numbers(run)) for run in runs]
     is_live = any(run.numbers["state"] == "running" for run in report_runs)
     replace_text(file, report_page(report_runs, refresh_s=WATCH_S if live and is_live else None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,17 +12,9 @@ from lorafusion_jax.cli.common import Json, ends_in, next_command
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.readable import DATA, read_text
 from lorafusion_jax.report.console import out, plain_table, say
-from scheduling.online import (
-    POLICIES,
-    ClusterResult,
-    Rates,
-    Worker,
-    generate_trace,
-    read_trace,
-    simulate_cluster,
-    write_trace,
-)
-from scheduling.online.replay import COLUMNS, completion_svg, format_figure, replay_html
+
+if TYPE_CHECKING:
+    from scheduling.online import ClusterResult, Rates, Worker
 
 HOST_GPUS = 8
 EXAMPLE_JOBS = 60
@@ -36,7 +28,9 @@ def command(
     also: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", help="further policies")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="number of GPUs of the cluster, in hosts of eight")] = 64,
     memory_gib: Annotated[float, typer.Option(help="memory of each GPU")] = 140.0,
-    policy: Annotated[list[str] | None, typer.Option(help=f"some of {', '.join(POLICIES)}")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="ours, and others to compare with, such as fifo srtf")
+    ] = None,
     to: Annotated[Path, typer.Option("--out", "-o", help="an .html page to replay the runs")] = Path("simulate.html"),
     seed: Annotated[int, typer.Option(min=0, help="seed for bases and data, which public traces do not contain")] = 0,
     example: Annotated[Path | None, typer.Option(help="write a trace of 60 made-up jobs here, and simulate it")] = None,
@@ -46,6 +40,9 @@ def command(
 
     Example: lorafusion simulate --example trace.csv --gpus 16 --policy ours fifo
     """
+    from scheduling.online import POLICIES, Rates, Worker, read_trace, simulate_cluster
+    from scheduling.online.replay import completion_svg, replay_html
+
     ends_in(to, ".html")
     if example is not None and trace in POLICIES:  # the first free word, behind `--policy ours`
         trace, also = None, [trace, *(also or [])]
@@ -82,6 +79,8 @@ def command(
 
 
 def _write_example(file: Path, workers: list[Worker], seed: int, rates: Rates) -> None:
+    from scheduling.online import generate_trace, write_trace
+
     if file.exists():
         raise ConfigError("simulate.exists", f"{file} exists.", fix=f"lorafusion simulate {file}, or a new name")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +101,8 @@ def _text(trace: Path) -> str:
 
 
 def _show(results: list[ClusterResult]) -> None:
+    from scheduling.online.replay import COLUMNS, format_figure
+
     table = plain_table(("policy",), tuple(title for title, _ in COLUMNS))
     for result in results:
         summary = result.summary()

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.live import Live
 
-from lorafusion_jax.api.status import is_run, run_numbers, runs_in, runs_screen, status_screen
 from lorafusion_jax.cli.common import Json, RunPath, next_command
 from lorafusion_jax.report.console import out
 from lorafusion_jax.report.ranking import adapter_to_export
@@ -31,6 +29,10 @@ def command(
 
     Example: lorafusion status runs
     """
+    from rich.live import Live
+
+    from lorafusion_jax.api.status import is_run, run_numbers, runs_in, runs_screen, status_screen
+
     if run.is_dir() and not is_run(run) and (runs := runs_in(run)):
         print(json.dumps(runs)) if as_json else out().print(runs_screen(runs))
         return

@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.extent import extents
-from lorafusion_jax.planning.prediction import better_layout, known_device, measured_with, memory_of, read_costs
-from lorafusion_jax.planning.rebalance import Moved
-from lorafusion_jax.planning.stages import worth_in_layers
 from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.format import better_layers, duration, percent
-from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.recorder import read_rows
-from scheduling import Timeline, compare_timelines, simulate, timeline_html, to_perfetto
+
+if TYPE_CHECKING:
+    from lorafusion_jax.planning.rebalance import Moved
+    from scheduling import Timeline
 
 
 def command(
@@ -44,6 +40,10 @@ def command(
 
     Example: lorafusion timeline runs/exp1 -o timeline.html --cost-model costs.json
     """
+    from lorafusion_jax.checkpoint.folder import RunFolder
+    from lorafusion_jax.report.measured import read_timeline
+    from scheduling import timeline_html, to_perfetto
+
     ends_in(to, ".html", ".json")
     RunFolder(run).read_record()  # raises if it is not a run folder
     measured, predicted, comparison = read_timeline(run), None, {}
@@ -72,6 +72,11 @@ def command(
 
 def _predict(run: Path, measured: Timeline, cost_model: Path, *, all_slots: bool) -> tuple[Timeline, range]:
     """(predicted timeline, slots to compare)"""
+    from lorafusion_jax.checkpoint.folder import RunFolder
+    from lorafusion_jax.planning.prediction import measured_with, read_costs
+    from lorafusion_jax.report.measured import settled_slots
+    from scheduling import simulate
+
     folder, start = RunFolder(run), _start_event(run, measured.num_stages)
     plan, layers, base = folder.read_plan(), start["layers"], folder.read_config().base
     costs = read_costs(cost_model, _layers_by_cost(run, layers))
@@ -100,6 +105,12 @@ def _start_event(run: Path, stages: int) -> dict:
 
 def _find_move(run: Path, measured: Timeline) -> Moved | None:
     """Suggested layers per stage, from the stage times of settled slots."""
+    from lorafusion_jax.checkpoint.base_model import base_directory
+    from lorafusion_jax.checkpoint.folder import RunFolder
+    from lorafusion_jax.families.model import ModelConfig
+    from lorafusion_jax.planning.prediction import better_layout, known_device, memory_of
+    from lorafusion_jax.report.measured import settled_slots
+
     if measured.num_stages == 1:
         return None
     folder, start = RunFolder(run), _start_event(run, measured.num_stages)
@@ -120,6 +131,11 @@ def _find_move(run: Path, measured: Timeline) -> Moved | None:
 
 def _layers_by_cost(run: Path, layers: Sequence[int | float]) -> Sequence[float]:
     """Layers of each stage; half a layer counts by its cost."""
+    from lorafusion_jax.checkpoint.base_model import base_directory
+    from lorafusion_jax.checkpoint.folder import RunFolder
+    from lorafusion_jax.families.model import ModelConfig
+    from lorafusion_jax.planning.stages import worth_in_layers
+
     if all(isinstance(count, int) for count in layers):
         return layers
     model = ModelConfig.from_hf(base_directory(RunFolder(run).read_config()))
@@ -133,6 +149,8 @@ def _numbers(measured: Timeline) -> dict:
 
 def _comparison(predicted: Timeline, measured: Timeline, slots: range) -> dict:
     """The comparison of the whole measured timeline with the whole prediction."""
+    from scheduling import compare_timelines
+
     comparison = compare_timelines(predicted, measured, slots)
     return {
         "predicted": _figures(predicted.of_slots(slots)),

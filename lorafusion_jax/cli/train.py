@@ -9,10 +9,6 @@ import typer
 
 from lorafusion_jax.cli.common import JobFile, Overrides, ProgramCache
 from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, Started, join_processes
-from lorafusion_jax.config import load_config
-from lorafusion_jax.config.job_checks import ineffective
-from lorafusion_jax.config.load import read_job_file
-from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, warn
 
@@ -42,6 +38,10 @@ def command(
     Example: srun lorafusion train jobs.yaml --out runs/exp3 --distributed mesh.stages=4 mesh.data=8
     """
     from lorafusion_jax.cli.running import follow, read_plan
+    from lorafusion_jax.config import load_config
+    from lorafusion_jax.config.job_checks import ineffective
+    from lorafusion_jax.config.load import read_job_file
+    from lorafusion_jax.config.overrides import unreached
     from lorafusion_jax.training import train
 
     config = load_config(jobs, overrides or ())

@@ -9,28 +9,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import Json, Overrides, next_command
-from lorafusion_jax.cli.job_calls import LayerCalls, calls_of_job, named_calls, op_cases
-from lorafusion_jax.config import load_config
-from lorafusion_jax.config.auto import refuse_auto
-from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import ConfigError, RunError
-from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.report.console import errors_to, out, plain_table, say
 from lorafusion_jax.tuning_table import check_table, read_table, share_table, table_path, take_table, use_tables
 
 # The second part of lorafusion tune: which implementation of each op is the fastest.
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lorafusion_jax.cli.job_calls import LayerCalls
+    from lorafusion_jax.config.schema import JobConfig
+    from lorafusion_jax.families.model import ModelConfig
     from pallas_kernels.measured import OpRow
     from pallas_kernels.tuning.ops import OpCase
 
 
 def calls_of(jobs: Path | None, overrides: Sequence[str], *, quick: bool) -> list[LayerCalls]:
     """The calls whose implementations are compared."""
+    from lorafusion_jax.checkpoint.base_model import base_directory
+    from lorafusion_jax.cli.job_calls import calls_of_job, named_calls
+    from lorafusion_jax.config import load_config
+    from lorafusion_jax.families.model import ModelConfig
+
     if jobs is None:
         return named_calls(quick=quick)
     config = load_config(jobs, overrides)
@@ -41,6 +44,7 @@ def choose_implementations(calls: Sequence[LayerCalls], path: Path) -> list[OpRo
     """Times every implementation of every call; nothing where kernels are interpreted."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+    from lorafusion_jax.cli.job_calls import op_cases
     from pallas_kernels import config_store
     from pallas_kernels.device import interprets
     from pallas_kernels.tuning.ops import tune_ops
@@ -197,6 +201,10 @@ def job_specs(jobs: Path, overrides: Sequence[str], *, quick: bool) -> list[Line
     Raises:
         ConfigError: `tune.nothing-fits`.
     """
+    from lorafusion_jax.checkpoint.base_model import base_directory
+    from lorafusion_jax.config import load_config
+    from lorafusion_jax.config.auto import refuse_auto
+    from lorafusion_jax.families.model import ModelConfig
     from pallas_kernels.tuning.tune import count
 
     config = load_config(jobs, overrides)

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.cli.common import Json
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import errors_to, out, plain_table, say
@@ -38,6 +37,8 @@ def command(
 
 
 def _verify_files(path: Path, as_json: bool) -> int:
+    from lorafusion_jax.checkpoint.verify_folder import verify_folder
+
     verdicts = verify_folder(path)
     damage = [text for verdict in verdicts for text in verdict.damage]
     if as_json:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:  # rich is imported by the first text: what prints none, such as --help, does not wait for it
+    from rich.console import Console
+    from rich.table import Table
 
 MOST_LINES, LARGEST = 40, 20  # adapters of a table; those shown of more
 
 
 def out() -> Console:
     """Console of standard output. It is wide outside a terminal, so that tables in logs are not truncated."""
+    from rich.console import Console
+
     console = Console()
     return console if console.is_terminal else Console(width=160)
 
 
 def errors_to() -> Console:
+    from rich.console import Console
+
     return Console(stderr=True)
 
 
 def plain_table(left: Sequence[str], right: Sequence[str], **options) -> Table:
     """A table without lines: text columns on the left, number columns on the right; cells are not wrapped."""
+    from rich.table import Table
+
     table = Table(box=None, header_style="bold", pad_edge=False, **options)
     for title in left:
         table.add_column(title, no_wrap=True)

@@ -18,6 +18,8 @@ DEAR = (
     "scheduling",
     "jax",
     "fastapi",
+    "pydantic",
+    "rich",
     "lorafusion_jax.cli.train",
 )
 
@@ -34,12 +36,36 @@ print([name for name in {DEAR!r} if name in sys.modules])
     assert told.stdout.splitlines()[-1] == "[]"
 
 
+def test_help_of_every_command_imports_nothing_dear():
+    code = f"""
+import sys
+from lorafusion_jax.cli.main import COMMANDS, run
+assert not any(run([name, "--help"]) for name in COMMANDS)
+print([name for name in {DEAR!r} if name in sys.modules and name != "lorafusion_jax.cli.train"])
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines()[-1] == "[]"
+
+
+def test_options_stand_in_their_sections(capsys):
+    assert run(["train", "--help"]) == 0
+    help_of_train = capsys.readouterr().out
+    assert (
+        help_of_train.index("Options:")
+        < help_of_train.index("Several processes:")
+        < help_of_train.index("--process-id")
+    )
+    assert run(["--help"]) == 0
+    titles = [line[:-1] for line in capsys.readouterr().out.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == ["Options", *dict.fromkeys(PANELS.values())]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_shows_the_text_of_the_command_itself(name, capsys):
     command = imported(name, COMMANDS[name])
     assert documentation(COMMANDS[name]) == inspect.cleandoc(command.help)
     assert run(["--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    shown = " ".join(capsys.readouterr().out.split())
     assert " ".join(command.help.split("\n\n")[0].split()) in shown
 
 

@@ -9,20 +9,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel
 
-from lorafusion_jax.config.data_sources import is_file
-from lorafusion_jax.config.load import load_config
-from lorafusion_jax.config.references import BASE, START
-from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.data.sources import open_source, row_blocks, store_rows
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.report.console import out, plain_table
 from lorafusion_jax.serve.client import Client, ServiceError
-from lorafusion_jax.serve.control.spec import LoraSpec
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 
 app = typer.Typer(no_args_is_help=True, help="Jobs of a service that `lorafusion serve` runs.")
 Url = Annotated[str, typer.Option(help="address of the service")]
@@ -46,6 +44,8 @@ def submit(
 
     Example: lorafusion jobs submit jobs.yaml
     """
+    from lorafusion_jax.config.load import load_config
+
     config, client = load_config(jobs), _client(url, key_file)
     for adapter in config.adapters:
         with _errors():
@@ -185,6 +185,9 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
     Raises:
         ConfigError: `jobs.not-served`, the file asks for something that a service does not do.
     """
+    from lorafusion_jax.config.references import BASE, START
+    from lorafusion_jax.serve.control.spec import LoraSpec
+
     directory = Path(config.directory)
     held_out = adapter.data.eval if isinstance(adapter.data.eval, tuple) else ()
     is_set_by_name = {
@@ -222,6 +225,9 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
 
 def _file_of(source: str, directory: Path) -> str:
     """The file of a source. Rows of the hub and of installed sources are read here, into a file of the cache."""
+    from lorafusion_jax.config.data_sources import is_file
+    from lorafusion_jax.data.sources import open_source, row_blocks, store_rows
+
     if is_file(source):
         return str(directory / source)
     raw = open_source(source, directory)
