@@ -90,6 +90,9 @@ def type_of(base: ModelConfig | None) -> str:
 
 def base_if_here(config: JobConfig) -> ModelConfig | None:
     """The base model of a run, if this machine has it: an adapter is delivered without it, too."""
+    from lorafusion_jax.checkpoint.base_model import base_directory
+    from lorafusion_jax.families.model import ModelConfig
+
     try:
         return ModelConfig.from_hf(base_directory(config))
     except CheckpointError as problem:

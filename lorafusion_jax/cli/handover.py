@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 
-from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.cli.common import RunPath, next_command
 from lorafusion_jax.cli.export import (
     EXPERTS_FLAG,
@@ -28,15 +27,16 @@ from lorafusion_jax.cli.export import (
     needs_flag,
     type_of,
 )
-from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import ConfigError, RunError, shortened_text
-from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.peft.leaves import exported_spec
-from lorafusion_jax.readable import SETTINGS, read_text
+from lorafusion_jax.readable import SETTINGS, open_regular, read_text
 from lorafusion_jax.report.console import out
 
+if TYPE_CHECKING:
+    from lorafusion_jax.adapters.spec import AdapterSpec
+    from lorafusion_jax.config.schema import JobConfig
+
 LARGEST_ANSWER = 1 << 20  # bytes
+GGUF = b"GGUF"  # how such a file begins
 SHOWN = 300  # characters of a server's reason
 START = {  # server → what lets a running one take adapters, before and behind the base
     "vllm": ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve", "--enable-lora --max-lora-rank {rank}"),
@@ -52,6 +52,13 @@ def command(
     adapter: Annotated[str, typer.Argument(help="name of the adapter")],
     vllm: Annotated[str | None, typer.Option(metavar="URL", help="of a vLLM server, such as http://gpu:8000")] = None,
     sglang: Annotated[str | None, typer.Option(metavar="URL", help="of an SGLang server")] = None,
+    ollama: Annotated[str | None, typer.Option(metavar="URL", help="of an Ollama server, with --gguf")] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(help="for Ollama: the adapter, or the merged model, as llama.cpp converts it")
+    ] = None,
+    base_name: Annotated[
+        str | None, typer.Option("--base", help="for Ollama: its name of the base, if --gguf is an adapter")
+    ] = None,
     name: Annotated[str | None, typer.Option("--as", help="its name in the server [default: the adapter's]")] = None,
     path: Annotated[
         str | None, typer.Option(help="the adapter's folder as the server sees it [default: that of the run]")
@@ -65,26 +72,43 @@ def command(
     """Loads an adapter into a server that runs, and asks it one prompt.
 
     Example: lorafusion handover runs/exp1 law --vllm http://127.0.0.1:8000
+
+    Example: lorafusion handover runs/exp1 law --ollama http://127.0.0.1:11434 --gguf law.gguf --base llama3.1
     """
-    if (vllm is None) == (sglang is None):
-        raise ConfigError("handover.options", "name one server.", fix="--vllm URL, or --sglang URL")
+    from lorafusion_jax.checkpoint.folder import RunFolder, step_of
+    from lorafusion_jax.config.specs import adapter_spec
+    from lorafusion_jax.peft.leaves import exported_spec
+
+    servers = {"vllm": vllm, "sglang": sglang, "ollama": ollama}
+    if len(named := {kind: url for kind, url in servers.items() if url is not None}) != 1:
+        raise ConfigError("handover.options", "name one server.", fix="--vllm URL, --sglang URL, or --ollama URL")
+    ((kind, url),) = named.items()
+    if kind != "ollama" and (gguf is not None or base_name is not None):
+        raise ConfigError("handover.options", "--gguf and --base are for Ollama.", fix=f"leave them out of --{kind}")
+    if kind == "ollama" and path is not None:
+        raise ConfigError("handover.options", "Ollama is sent the file itself.", fix="--gguf FILE instead of --path")
     folder = RunFolder(run)
     config = folder.read_config()
     source = exported_folder(folder, [entry.name for entry in config.adapters], adapter, step)
     spec = exported_spec(adapter_spec(config.adapter(adapter)))
-    model_type = _type_for_server(config, spec, is_vllm=vllm is not None)
-    base, flagged = config.base.hub_id or str(config.base.model), vllm is not None and needs_flag(spec, model_type)
-    lines = commands(base, {adapter: (spec, source)}, model_type)
-    if not any(line.startswith("vllm") for line in lines):
-        message = f"{adapter} has a form that servers do not load as an adapter."
-        fix = f"lorafusion export {run} {adapter} --merge --to FOLDER, and serve the merged model"
-        raise ConfigError("handover.form", message, fix=fix)
-    kind = "vllm" if vllm is not None else "sglang"
-    before, behind = START[kind]
-    start = f"{before} {base} {behind.format(rank=lines[0].split('--max-lora-rank ')[1].split()[0])}"
-    start += f" {EXPERTS_FLAG}" if flagged else ""
-    server = Server(url=_checked_url(vllm or sglang or ""), key=_read_key(key_file), timeout_s=timeout_s, start=start)
-    load = {"vllm": partial(_into_vllm, flagged=flagged), "sglang": _into_sglang}[kind]
+    model_type = _type_for_vllm(config, spec) if kind == "vllm" else ""
+    base, key = config.base.hub_id or str(config.base.model), read_key(key_file)
+    if kind == "ollama":
+        merged = f"lorafusion export {run} {adapter} --merge --to FOLDER, python convert_hf_to_gguf.py FOLDER, --gguf F"
+        lines = commands(base, {adapter: (spec, source)})
+        convert = next((line for line in lines if line.startswith("python")), None)
+        if gguf is None or (base_name is not None and convert is None):
+            message = "Ollama takes a GGUF file." if gguf is None else f"{adapter} has a form that llama.cpp lacks."
+            fix = merged if convert is None else f"{convert}, --gguf F --base NAME-IN-OLLAMA; or {merged}"
+            raise ConfigError("handover.form", message, fix=fix)
+        server = Server(url=checked_url(url), key=key, timeout_s=timeout_s, start="ollama serve")
+        load = partial(_into_ollama, file=gguf, base=base_name, merged=merged)
+    else:
+        try:
+            server, load = folder_loader(kind, url, spec, base, model_type, key=key, timeout_s=timeout_s)
+        except ConfigError as problem:
+            fix = problem.fix or f"lorafusion export {run} {adapter} --merge --to FOLDER, and serve the merged model"
+            raise ConfigError(problem.code, problem.what, fix=fix) from None
     console, served_name = out(), name or adapter
     ask = load(server, served_name, path or str(source.resolve()))
     console.print(
@@ -95,13 +119,43 @@ def command(
     next_command(console, f"lorafusion generate {run} {json.dumps(prompt)} --adapter {adapter}")
 
 
-def _type_for_server(config: JobConfig, spec: AdapterSpec, *, is_vllm: bool) -> str:
-    """The base's model type, or one whose adapters are all sent where the server shall answer itself."""
-    if not is_vllm:
-        return "gpt_oss"  # what SGLang does with experts was not tried
+def _type_for_vllm(config: JobConfig, spec: AdapterSpec) -> str:
+    """The base's model type; that of a Llama where it is not here and nothing depends on it."""
+    from lorafusion_jax.checkpoint.base_model import base_directory
+    from lorafusion_jax.families.model import ModelConfig
+
     if spec.on_experts:  # how vLLM takes them depends on it
         return type_of(ModelConfig.from_hf(base_directory(config)))
     return type_of(base_if_here(config)) or "llama"
+
+
+Ask = Callable[[str, int], str]
+
+
+def folder_loader(
+    kind: str, url: str, spec: AdapterSpec, base: str, model_type: str, *, key: str | None, timeout_s: float
+) -> tuple[Server, Callable[[Server, str, str], Ask]]:
+    """A server that reads PEFT folders, and the function that loads one there: of server, name and folder.
+
+    Args:
+        kind: "vllm" or "sglang".
+        base: of the adapter, as the server is started with it.
+        model_type: of the base, for vLLM; see `type_of`.
+
+    Raises:
+        ConfigError: `handover.options`, `handover.form`, the server would not load this adapter as it was trained.
+    """
+    # what SGLang does with experts was not tried, so it answers itself
+    lines = commands(base, {"adapter": (spec, Path("folder"))}, model_type if kind == "vllm" else "gpt_oss")
+    serve = next((line for line in lines if line.startswith("vllm")), None)
+    if serve is None:
+        raise ConfigError("handover.form", f"{spec.name} has a form that servers do not load as an adapter.")
+    flagged = kind == "vllm" and needs_flag(spec, model_type)
+    before, behind = START[kind]
+    start = f"{before} {base} {behind.format(rank=serve.split('--max-lora-rank ')[1].split()[0])}"
+    start += f" {EXPERTS_FLAG}" if flagged else ""
+    load = partial(_into_vllm, flagged=flagged) if kind == "vllm" else _into_sglang
+    return Server(url=checked_url(url), key=key, timeout_s=timeout_s, start=start), load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,17 +171,23 @@ class Server:
     timeout_s: float
     start: str
 
-    def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Sends JSON, and returns the answer: JSON, or the text.
+    def request(self, path: str, body: dict[str, Any] | Path | None = None) -> Any:
+        """Sends JSON or a file, and returns the answer: JSON, or the text.
 
         Raises:
             RunError: `handover.no-server`, `handover.refused`.
         """
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+            with ExitStack() as files:
+                if isinstance(body, Path):
+                    headers |= {"Content-Type": "application/octet-stream", "Content-Length": str(body.stat().st_size)}
+                    data = files.enter_context(body.open("rb"))
+                else:
+                    headers["Content-Type"] = "application/json"
+                    data = None if body is None else json.dumps(body).encode()
+                request = urllib.request.Request(self.url + path, data, headers)
+                answer = files.enter_context(urllib.request.urlopen(request, timeout=self.timeout_s))
                 text = answer.read(LARGEST_ANSWER).decode(errors="replace")
         except urllib.error.HTTPError as problem:
             with problem:
@@ -148,9 +208,6 @@ class Server:
         if why.startswith(("401", "403")):
             fix = "--key-file FILE with the key of the server"
         return RunError("handover.refused", f"{self.url}{path} refused.", why=why, fix=fix)
-
-
-Ask = Callable[[str, int], str]
 
 
 def _into_vllm(server: Server, name: str, path: str, *, flagged: bool) -> Ask:
@@ -192,6 +249,47 @@ def _into_sglang(server: Server, name: str, path: str) -> Ask:
     return ask
 
 
+def _into_ollama(server: Server, name: str, _path: str, *, file: Path, base: str | None, merged: str) -> Ask:
+    """Sends the file as a blob, and makes a model of it. Releases of 2026-11 and later refuse adapters."""
+    try:
+        with open_regular(file) as stream:
+            begins, _ = stream.read(len(GGUF)), stream.seek(0)
+            digest = f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
+    except OSError as problem:
+        raise ConfigError("handover.form", f"{file} cannot be read.", why=str(problem), fix=merged) from None
+    if begins != GGUF:
+        raise ConfigError("handover.form", f"{file} is no GGUF file.", fix=merged)
+    tagged = name if ":" in name else f"{name}:latest"
+    if tagged in _ollama_models(server):
+        fix = f"--as {name}-2, or ollama rm {name}"
+        raise RunError("handover.exists", f"{server.url} has a model '{name}' already.", fix=fix)
+    server.request(f"/api/blobs/{digest}", file)
+    files = {"files": {file.name: digest}} if base is None else {"from": base, "adapters": {file.name: digest}}
+    try:
+        answer = server.request("/api/create", {"model": name, "stream": False} | files)
+    except RunError as problem:
+        if "adapters are no longer supported" in problem.why:
+            raise RunError(problem.code, "this Ollama takes no adapters.", why=problem.why, fix=merged) from None
+        raise
+    if not (isinstance(answer, dict) and answer.get("status") == "success") or tagged not in _ollama_models(server):
+        raise server.refused("/api/create", _reason(json.dumps(answer)))
+
+    def ask(prompt: str, max_tokens: int) -> str:
+        options = {"num_predict": max_tokens, "temperature": 0}
+        answer = server.request("/api/generate", {"model": name, "prompt": prompt, "stream": False, "options": options})
+        return _text(server, "/api/generate", answer, lambda: answer["response"])
+
+    return ask
+
+
+def _ollama_models(server: Server) -> set[str]:
+    answer = server.request("/api/tags")
+    try:
+        return {str(model["name"]) for model in answer["models"]}
+    except (TypeError, LookupError):
+        raise server.refused("/api/tags", "its answer is no list of models") from None
+
+
 def _text(server: Server, path: str, answer: Any, read: Callable[[], Any]) -> str:
     try:
         text = read()
@@ -213,11 +311,13 @@ def _reason(text: str) -> str:
     return shortened_text(str(value).strip(), SHOWN)
 
 
-def _read_key(path: Path | None) -> str | None:
+def read_key(path: Path | None) -> str | None:
+    """The key in a file; none if there is no file."""
     return None if path is None else read_text(path, SETTINGS).strip()
 
 
-def _checked_url(url: str) -> str:
+def checked_url(url: str) -> str:
+    """The URL of a server, without a path of its routes."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)

@@ -41,6 +41,8 @@ class Settings:
         sampling_share: of the devices' time for samples while slots wait, too.
         sampler_places: adapters that are sampled from at a time.
         artifacts: URL of fsspec below which finished adapters are published, too.
+        handover: "vllm=URL" or "sglang=URL" of a server that finished adapters are loaded into, too.
+        handover_key: of that server.
         save_s: seconds between two saves of the state of a job.
         lease_s: seconds without a sign of a worker after which its jobs go back to the queue.
         most_upload, most_jobs: bytes of a data set, and live jobs of an owner.
@@ -69,6 +71,8 @@ class Settings:
     sampling_share: float = 0.5
     sampler_places: int = 16
     artifacts: str | None = None
+    handover: str | None = None
+    handover_key: str | None = field(default=None, repr=False)
     save_s: float = 60.0
     lease_s: float = 30.0
     most_upload: int = 2 << 30

@@ -1,7 +1,8 @@
-"""`lorafusion handover` against stubs with the routes of vLLM and SGLang."""
+"""`lorafusion handover` against stubs with the routes of vLLM, SGLang and Ollama."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from dataclasses import replace
@@ -103,7 +104,7 @@ def test_vllms_rule_of_experts_is_not_sglangs(lorafusion, finished, server, monk
     """The run's base is of no family whose experts vLLM takes."""
     _, run = finished
     on_experts = lambda spec: replace(spec, targets=tuple(EXPERTS), dropout=0.0)  # noqa: E731
-    monkeypatch.setattr("lorafusion_jax.cli.handover.exported_spec", on_experts)
+    monkeypatch.setattr("lorafusion_jax.peft.leaves.exported_spec", on_experts)
     assert lorafusion("handover", run, "law", "--vllm", server.url).errors == ["handover.form"]
     assert server.adapters == {}
     assert lorafusion("handover", run, "law", "--sglang", server.url).code == 0
@@ -153,3 +154,68 @@ def test_mistakes_are_named(lorafusion, finished, server):
     with ThreadingHTTPServer(("127.0.0.1", 0), Stub) as closed:
         port = closed.server_port
     assert lorafusion("handover", run, "law", "--vllm", f"http://127.0.0.1:{port}").errors == ["handover.no-server"]
+
+
+class OllamaStub(Stub):
+    """Blobs and models; `server.adapters` is what was made of them. Newer releases take no adapters."""
+
+    def do_GET(self):
+        self.answer(200, {"models": [{"name": f"{name}:latest"} for name in self.server.adapters]})
+
+    def do_POST(self):
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.startswith("/api/blobs/"):
+            assert self.path == f"/api/blobs/sha256:{hashlib.sha256(content).hexdigest()}"
+            self.server.blobs[self.path.rpartition("/")[2]] = content
+            self.answer(201, "")
+            return
+        body = json.loads(content)
+        if self.path == "/api/generate":
+            self.answer(200, {"response": f"{body['model']} says {body['prompt']}"})
+        elif "adapters" in body and not self.server.takes_adapters:
+            self.answer(400, {"error": "LoRA adapters are no longer supported"})
+        elif not set(body.get("files", body.get("adapters", {})).values()) <= set(self.server.blobs):
+            self.answer(400, {"error": "no such blob"})
+        else:
+            self.server.adapters[body["model"]] = body
+            self.answer(200, {"status": "success"})
+
+
+@pytest.fixture
+def ollama(server):
+    server.RequestHandlerClass, server.blobs, server.takes_adapters = OllamaStub, {}, True
+    return server
+
+
+def test_ollama_is_sent_the_adapter_or_the_merged_model(lorafusion, finished, ollama, tmp_path):
+    _, run = finished
+    arguments = ("handover", run, "law", "--ollama", ollama.url)
+    bare = lorafusion(*arguments)
+    assert bare.errors == ["handover.form"]
+    assert "convert_lora_to_gguf.py" in bare.err
+    assert "--merge" in bare.err
+    gguf = tmp_path / "law.gguf"
+    assert lorafusion(*arguments, "--gguf", gguf).errors == ["handover.form"]  # there is none
+    gguf.write_bytes(b"PK" * 500)
+    assert "is no GGUF file" in lorafusion(*arguments, "--gguf", gguf).err
+    gguf.write_bytes(b"GGUF" + bytes(range(256)) * 40)
+    adapter = lorafusion(*arguments, "--gguf", gguf, "--base", "llama3.1", "--prompt", "Who?")
+    assert adapter.code == 0, adapter.err
+    assert "law says Who?" in adapter.out
+    made = ollama.adapters["law"]
+    assert made["from"] == "llama3.1"
+    assert ollama.blobs[made["adapters"]["law.gguf"]] == gguf.read_bytes()
+    assert lorafusion(*arguments, "--gguf", gguf, "--base", "llama3.1").errors == ["handover.exists"]
+    ollama.takes_adapters = False
+    newer = lorafusion(*arguments, "--gguf", gguf, "--base", "llama3.1", "--as", "law-2")
+    assert newer.errors == ["handover.refused"]
+    assert "export" in newer.err
+    assert lorafusion(*arguments, "--gguf", gguf, "--as", "law-2").code == 0
+    assert "from" not in ollama.adapters["law-2"]
+
+
+def test_options_of_another_server_are_refused(lorafusion, finished, server, tmp_path):
+    _, run = finished
+    for options in (("--vllm", server.url, "--gguf", "law.gguf"), ("--ollama", server.url, "--path", tmp_path)):
+        assert lorafusion("handover", run, "law", *options).errors == ["handover.options"]
+    assert server.adapters == {}

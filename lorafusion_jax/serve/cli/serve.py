@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
-from rich.markup import escape
 
-from lorafusion_jax.config.places import Places
-from lorafusion_jax.config.schema import SHARED
+from lorafusion_jax.cli.handover import read_key
 from lorafusion_jax.errors import ConfigError, install_line
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.console import out
@@ -92,6 +89,13 @@ Artifacts = Annotated[
     str | None,
     typer.Option(metavar="URL", help="publish finished adapters there, too: s3://…, gs://…, file:///…; needs fsspec"),
 ]
+HandOver = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND=URL", help="load finished adapters into a server, too: vllm=http://…, or sglang=http://…"
+    ),
+]
+HandOverKey = Annotated[Path | None, typer.Option(help="file with the API key of --handover")]
 ChildMemory = Annotated[float, typer.Option(min=0.25, help="memory of the processes that read data, together")]
 Demo = Annotated[bool, typer.Option("--demo", help="a tiny base and three jobs of two users, on the CPU")]
 
@@ -120,6 +124,8 @@ def command(
     workers_at: WorkersAt = None,
     hosts: Hosts = 1,
     artifacts: Artifacts = None,
+    handover: HandOver = None,
+    handover_key_file: HandOverKey = None,
     child_memory_gib: ChildMemory = 2.0,
     demo: Demo = False,
 ) -> None:
@@ -143,7 +149,8 @@ def command(
         home=home.absolute(), bases=_bases(base or []), places=read_places(places), hosts=read_hosts(hosts, ray),
         gpus=gpus, memory_gib=memory_gib, policy=read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1),
         reproducible=reproducible, ray=ray, workers_at=read_workers_at(workers_at, ray),
-        mlora_compat=mlora_compat, training_api=training_api, artifacts=artifacts,
+        mlora_compat=mlora_compat, training_api=training_api, artifacts=artifacts, handover=handover,
+        handover_key=read_key(handover_key_file),
         child_memory=int(child_memory_gib * 2**30), save_s=save_s, lease_s=lease_s,
         base=sections["base"], mesh=sections["mesh"], batch=sections["batch"], train=sections["train"],
     )  # fmt: skip
@@ -172,6 +179,8 @@ def _check_demo(places: str) -> None:
 
 def _announce(settings: Settings, demo: bool, url: str) -> None:
     """Says where the service listens, and submits the jobs of the demo."""
+    from rich.markup import escape
+
     names, home = escape(", ".join(settings.bases)), escape(str(settings.home))
     out().print(f"serving {names} on [bold]{url}[/bold]  ·  home {home}  ·  stop: Ctrl+C")
     if demo:
@@ -189,6 +198,8 @@ def read_places(text: str) -> dict[str, int]:
     >>> read_places("16:8,dora:64:2")
     {'16': 8, 'dora:64': 2}
     """
+    from lorafusion_jax.config.places import Places
+
     parts = [part.strip().rpartition(":") for part in text.split(",")]
     try:
         counts = {name: int(count) for name, _, count in parts}
@@ -258,6 +269,8 @@ def read_sampler_places(text: str, places: str) -> int:
 
 
 def largest_rank(places: str) -> int:
+    from lorafusion_jax.config.places import Places
+
     layout = Places.of(read_places(places))
     by_kind = zip(layout.kinds, layout.ranks, strict=True)
     return max((rank for kind, rank in by_kind if kind == "lora"), default=0)
@@ -324,6 +337,10 @@ def _bases(bases: list[str]) -> dict[str, Path]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
+    import yaml
+
+    from lorafusion_jax.config.schema import SHARED
+
     key, is_setting, value = text.partition("=")
     section, _, name = key.partition(".")
     if not is_setting or section not in SECTIONS or name not in SHARED[section].model_fields or key == "base.model":
@@ -336,6 +353,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _sections(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    from lorafusion_jax.config.schema import SHARED
+
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for key, value in settings.items():
         section, _, name = key.partition(".")

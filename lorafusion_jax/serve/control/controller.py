@@ -26,7 +26,7 @@ from lorafusion_jax.serve.control.daily_copy import DailyCopy
 from lorafusion_jax.serve.control.hub import Connection, Hub
 from lorafusion_jax.serve.control.launch import Launcher, LocalLauncher
 from lorafusion_jax.serve.control.pace import Pace
-from lorafusion_jax.serve.control.publish import Publisher
+from lorafusion_jax.serve.control.publish import deliveries
 from lorafusion_jax.serve.control.scheduler import GROUP, Configuration, OneSession, Scheduler, plan_of_row
 from lorafusion_jax.serve.control.session import Session, SessionPlan
 from lorafusion_jax.serve.control.spec import job_values, kind_of, stream_values
@@ -91,7 +91,7 @@ class Controller:
         self._sessions: dict[str, Session] = {}
         self.child = Child(settings.child_memory)
         self.sweeper, self.daily_copy = Sweeper(settings, db), DailyCopy(db)
-        self._publisher = Publisher(settings.artifacts, db, settings.home) if settings.artifacts else None
+        self._deliveries = deliveries(settings, db)
         self._checks = ThreadPoolExecutor(1, "check")
         self._pace = Pace()
         self._checking: dict[str, str] = {}  # jobs in the child → owner
@@ -134,8 +134,8 @@ class Controller:
         self.completions.close()
         self._hub.close()
         self.daily_copy.close(left_s())
-        if self._publisher is not None:
-            self._publisher.close()
+        for delivery in self._deliveries:
+            delivery.close()
         self._launcher.close()
 
     @property
@@ -213,8 +213,8 @@ class Controller:
                 self.daily_copy.look()
                 if self._streams is not None:
                     self._streams.look()
-                if self._publisher is not None:
-                    self._publisher.look()
+                for delivery in self._deliveries:
+                    delivery.look()
                 if self._with_worker:
                     self._arrange()
                 self._trouble = ""
