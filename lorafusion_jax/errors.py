@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_SHOWN = 2000  # characters of each part of a message
+MOST_NAMES = 6  # of adapters with one message
 
 
 class LoraFusionError(Exception):
@@ -100,7 +101,14 @@ class ErrorList(LoraFusionError, ValueError):
         return ErrorList, (self.errors,)
 
     def __str__(self) -> str:
-        return "\n".join(str(error) for error in self.errors)
+        """One text for the members of a sweep whose errors differ in their names alone."""
+        texts: dict[tuple[str, str], list[str]] = {}
+        for error in self.errors:
+            name = re.match(r"[\w.@+-]+(?=: )", error.what)
+            begin = len(f"error[{error.code}] ")
+            key = (str(error)[:begin], str(error)[begin + name.end() :]) if name else (str(error), "")
+            texts.setdefault(key, []).extend([name[0]] if name else [])
+        return "\n".join(before + first_few(names, MOST_NAMES) + after for (before, after), names in texts.items())
 
 
 def raise_all(errors: Sequence[LoraFusionError]) -> None:

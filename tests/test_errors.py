@@ -67,3 +67,15 @@ def test_extras_are_installed_from_where_the_package_came(tmp_path, monkeypatch,
     assert install_line("hf", tmp_path) == line
     (tmp_path / "pyproject.toml").touch()
     assert install_line("hf", tmp_path) == f'pip install -e "{tmp_path}[hf]"'
+
+
+def test_members_of_a_sweep_share_the_text_of_an_error():
+    """`error` is a name, too, and what only looks like one keeps its own text."""
+    members = [DataError("data.long", f"{name}: too long.", where="rows.jsonl", fix="cut") for name in ("error", "b.2")]
+    others = [DataError("data.long", "c: too long.", where="others.jsonl", fix="cut"), ConfigError("a.b", "x: or y")]
+    text = str(ErrorList([*members, *others]))
+    assert text.startswith("error[data.long] error, b.2: too long.\n  where: rows.jsonl\n  fix: cut\n")
+    assert text.count("too long") == 2
+    assert text.endswith("error[a.b] x: or y")
+    many = [DataError("data.long", f"m{i}: too long.") for i in range(16)]
+    assert str(ErrorList(many)) == "error[data.long] m0, m1, m2, m3, m4, m5 and 10 more: too long."

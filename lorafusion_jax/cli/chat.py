@@ -9,6 +9,7 @@ from lorafusion_jax.cli.common import ProgramCache
 from lorafusion_jax.cli.generate import (
     Adapters,
     Base,
+    Best,
     Dtype,
     MaxTokens,
     Quantize,
@@ -43,6 +44,7 @@ def command(
     dtype: Dtype = None,
     quantize: Quantize = None,
     step: Step = None,
+    best: Best = False,
     program_cache: ProgramCache = True,
 ) -> None:
     """Talks with an adapter; several answer each message side by side. Reads lines until /exit or the end of input.
@@ -54,7 +56,9 @@ def command(
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
-    generation_source = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
+    generation_source = find_source(
+        source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step, best=best
+    )
     prepare_machine(cache=program_cache)
     from lorafusion_jax.generation.text import TextGenerator
 

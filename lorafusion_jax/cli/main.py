@@ -212,6 +212,10 @@ def run(arguments: list[str] | None = None) -> int:
         return problem.exit_code
     except typer.TyperException as problem:  # unknown command or option, missing argument
         problem.show()  # pyright: ignore[reportAttributeAccessIssue]
+        if setting := _as_setting(problem):
+            errors_to().print(
+                f"  fix: settings of a job file are typed without dashes: {setting}", style="red", soft_wrap=True
+            )
         return problem.exit_code
     except (typer.Abort, KeyboardInterrupt):
         errors_to().print("interrupted", style="yellow")
@@ -231,6 +235,19 @@ def run(arguments: list[str] | None = None) -> int:
             raise
         _print_error(_system_error(problem))
         return 1
+
+
+def _as_setting(problem: Any) -> str:
+    """How a setting is typed that was typed as an option, as `--lr 1e-4`; nothing if it is none."""
+    name = (getattr(problem, "option_name", None) or "").lstrip("-").replace("-", "_")
+    if not name or problem.ctx is None or all(each.name != "overrides" for each in problem.ctx.command.params):
+        return ""
+    from lorafusion_jax.config.json_schema import job_schema
+    from lorafusion_jax.config.other_programs import advice
+
+    sections = job_schema()["properties"]
+    keys = [f"{section}.{name}=…" for section, schema in sections.items() if name in schema.get("properties", {})]
+    return " or ".join([f"{name}=…"] * (name in sections) or keys) or advice(name)
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:

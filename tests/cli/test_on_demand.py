@@ -79,5 +79,21 @@ def test_a_wrong_name_is_answered_with_the_right_one(capsys):
     assert "Did you mean 'pause'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--lr", "optim.lr=…"),
+        ("--max-steps=4", "train.max_steps=…"),
+        ("--learning-rate", "optim.lr"),
+        ("--epochs", "epochs=…"),
+    ],
+)
+def test_an_option_that_is_a_setting_says_how_it_is_typed(option, said, capsys):
+    assert run(["train", "jobs.yaml", option]) == 2
+    assert said in capsys.readouterr().err
+    assert run(["train", "jobs.yaml", "--colour"]) == 2
+    assert "fix:" not in capsys.readouterr().err
+
+
 def test_every_command_is_in_a_panel():
     assert set(PANELS) >= set(COMMANDS)
