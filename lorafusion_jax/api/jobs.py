@@ -17,7 +17,7 @@ from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source, source_of
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.sources import store_rows
+from lorafusion_jax.data.sources import shown_source, store_rows
 from lorafusion_jax.report.console import plain_table, say, warn
 from lorafusion_jax.report.format import rate, sizes
 
@@ -93,7 +93,7 @@ def job_of(job: Job | str | Path | Mapping[str, Any]) -> Job:
 
 
 def _short(path: str) -> str:
-    return Path(path).name if is_file(path) else path
+    return shown_source(Path(path).name, Path(path)) if is_file(path) else path
 
 
 def _with_stored_rows(job: Mapping[str, Any]) -> Mapping[str, Any]:

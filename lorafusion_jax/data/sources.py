@@ -104,7 +104,12 @@ def open_source(source: str, base_dir: Path) -> RawSource:
         content = None  # its batches may be packed, too
     if content is not None and not content.strip():
         raise DataError("data.empty-file", f"{source} is empty.", where=str(path), fix="a file with at least one row")
-    return RawSource(name=source, kind=kind, content=content, digest=digest, path=path)
+    return RawSource(name=shown_source(source, path), kind=kind, content=content, digest=digest, path=path)
+
+
+def shown_source(source: str, path: Path) -> str:
+    """The name of a source in messages. Given rows have that of their content, not of the cache that holds them."""
+    return f"given rows {path.stem[:8]}" if path.parent == user_cache("rows") else source
 
 
 def expand_source(source: str, base_dir: Path) -> list[str]:

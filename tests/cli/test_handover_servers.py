@@ -118,8 +118,7 @@ def test_vllms_rule_of_experts_is_not_sglangs(lorafusion, finished, server, monk
 def test_an_adapter_is_delivered_where_its_base_is_not(lorafusion, finished, server, tmp_path, monkeypatch):
     _, run = finished
     gone = CheckpointError("model.missing", "there is no model directory base.")
-    monkeypatch.setattr("lorafusion_jax.cli.export.base_directory", raising(gone))
-    monkeypatch.setattr("lorafusion_jax.cli.handover.base_directory", raising(gone))
+    monkeypatch.setattr("lorafusion_jax.checkpoint.base_model.base_directory", raising(gone))
     assert lorafusion("handover", run, "law", "--vllm", server.url).code == 0
     outcome = lorafusion("export", run, "law", "--to", tmp_path / "law")
     assert outcome.code == 0, outcome.err
@@ -127,10 +126,10 @@ def test_an_adapter_is_delivered_where_its_base_is_not(lorafusion, finished, ser
     assert "vllm serve" not in outcome.out
     assert read_adapter(tmp_path / "law")[0].rank == read_adapter(run / "adapters/law/latest")[0].rank
     on_experts = lambda spec: replace(spec, targets=tuple(EXPERTS), dropout=0.0)  # noqa: E731
-    monkeypatch.setattr("lorafusion_jax.cli.handover.exported_spec", on_experts)
+    monkeypatch.setattr("lorafusion_jax.peft.leaves.exported_spec", on_experts)
     assert lorafusion("handover", run, "law", "--vllm", server.url, "--as", "two").errors == ["model.missing"]
     damaged = CheckpointError("model.bad-config", "config.json cannot be read.")
-    monkeypatch.setattr("lorafusion_jax.cli.export.base_directory", raising(damaged))
+    monkeypatch.setattr("lorafusion_jax.checkpoint.base_model.base_directory", raising(damaged))
     assert lorafusion("export", run, "law", "--to", tmp_path / "other").errors == ["model.bad-config"]
 
 

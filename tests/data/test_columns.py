@@ -14,7 +14,7 @@ from template_cases import WEATHER
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples, load_tokenizer
 from lorafusion_jax.data.prompts import prompt_tokens
-from lorafusion_jax.data.sources import open_source, read_rows, row_blocks
+from lorafusion_jax.data.sources import open_source, read_rows, row_blocks, store_rows
 from lorafusion_jax.errors import DataError, ErrorList
 from lorafusion_jax.objective.choose import choose
 
@@ -525,3 +525,14 @@ def test_cells_of_csv_that_hold_no_lists_are_named(table, code, says, load):
         load(table, name="rows.csv")
     assert caught.value.code == code
     assert says in caught.value.why
+
+
+def test_messages_name_given_rows_not_the_cache_that_holds_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stored = store_rows([{"prompt": "2+2?", "completion": "four"}] * 200 + [{"prompt": "2+2?", "completion": 4}])
+    assert str(stored).startswith(str(tmp_path))
+    rows = read_rows(str(stored))
+    assert rows.source == f"given rows {stored.stem[:8]}"
+    written = tmp_path / "mine.jsonl"
+    written.write_bytes(stored.read_bytes())
+    assert read_rows(str(written)).source == str(written)
