@@ -124,24 +124,26 @@ const COLUMNS = [
   ["tokens", a => a.tokens, a => [tokens(a.tokens)]],
   ["device time", a => a.seconds, a => [time(a.seconds)]],
 ];
-const TEXTS = objectives.length > 1 ? 3 : 2;
+const isText = index => ["adapter", "objective", "status"].includes(COLUMNS[index][0]);
+// A phone shows three columns before one scrolls: the results.
+if (matchMedia("(max-width: 600px)").matches) COLUMNS.splice(1, 0, ...COLUMNS.splice(COLUMNS.findIndex(c => c[0] === "held-out now"), 2));
 function table() {
   // Without a chosen column, adapters with the same held-out data stand together, the best first, as they come.
   const index = COLUMNS.findIndex(c => c[0] === view.sort), value = index < 0 ? () => 0 : COLUMNS[index][1];
   const rows = [...data.adapters].sort((a, b) => {
-    const group = index >= TEXTS ? objectives.indexOf(a.objective) - objectives.indexOf(b.objective) : 0;
+    const group = index >= 0 && !isText(index) ? objectives.indexOf(a.objective) - objectives.indexOf(b.objective) : 0;
     if (group) return group;
     const [p, q] = [value(a), value(b)];
     if (p == null || q == null) return (p == null) - (q == null);
     return (p < q ? -1 : p > q ? 1 : 0) * (view.down ? -1 : 1);
   });
   const heads = COLUMNS.map(([name], i) => {
-    const head = make("th", i < TEXTS ? {class: "text"} : {}, make("button", {}, name));
+    const head = make("th", isText(i) ? {class: "text"} : {}, make("button", {}, name));
     if (i === index) head.setAttribute("aria-sort", view.down ? "descending" : "ascending");
     head.firstChild.addEventListener("click", () => { view.down = i === index && !view.down; view.sort = name; keep(); table(); });
     return head;
   });
-  $("table").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows.map(a => make("tr", a.is_best ? {class: "best"} : {}, ...COLUMNS.map(([, , cells], i) => make("td", i < TEXTS ? {class: "text"} : {}, ...cells(a)))))));
+  $("table").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows.map(a => make("tr", a.is_best ? {class: "best"} : {}, ...COLUMNS.map(([, , cells], i) => make("td", isText(i) ? {class: "text"} : {}, ...cells(a)))))));
 }
 
 // Texts that adapters generated at their evaluations: a table for each prompt, adapters side by side.
