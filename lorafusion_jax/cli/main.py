@@ -240,7 +240,11 @@ def run(arguments: list[str] | None = None) -> int:
 def _as_setting(problem: Any) -> str:
     """How a setting is typed that was typed as an option, as `--lr 1e-4`; nothing if it is none."""
     name = (getattr(problem, "option_name", None) or "").lstrip("-").replace("-", "_")
-    if not name or problem.ctx is None or all(each.name != "overrides" for each in problem.ctx.command.params):
+    if (
+        not name
+        or problem.ctx is None
+        or all(parameter.name != "overrides" for parameter in problem.ctx.command.params)
+    ):
         return ""
     from lorafusion_jax.config.json_schema import job_schema
     from lorafusion_jax.config.other_programs import advice
