@@ -111,3 +111,11 @@ def test_the_example_is_valid_and_short():
     path = Path(__file__).parents[2] / "examples" / "rl" / "rl.yaml"
     assert len(path.read_text().splitlines()) <= 60
     assert {adapter.rollout.is_on for adapter in load_config(path).adapters} == {True}
+
+
+def test_recipes_are_short_and_each_has_a_curve():
+    folder = Path(__file__).parents[2] / "examples" / "recipes"
+    recipes = {path.stem: path.read_text() for path in folder.glob("*.py")}
+    assert set(recipes) == {"arithmetic", "distillation", "preferences", "tools"}
+    assert max(len(text.splitlines()) for text in recipes.values()) <= 60
+    assert all(f"python examples/recipes/{name}.py" in text for name, text in recipes.items())
