@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec, refuse_only_in_runs
 from lorafusion_jax.adapters.table import adapter_kind, leaves_of
-from lorafusion_jax.errors import ConfigError, RunError, raise_all
+from lorafusion_jax.errors import ConfigError, RunError, first_few, raise_all
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.linen_held import HeldLayer, LinenAdapters
 from lorafusion_jax.modules.linen_intercept import COLLECTION, SITE, Kinds, adapters_of, intercept, weights_of
@@ -41,12 +41,13 @@ from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Result
 from lorafusion_jax.modules.report import LoRAReport
 from lorafusion_jax.modules.unmatched import all_excluded, describe_left_out, unknown_target
-from lorafusion_jax.modules.use import check_inside, staging, traced_anew
+from lorafusion_jax.modules.use import SHOWN, check_inside, staging, traced_anew
 from lorafusion_jax.modules.weights import (
     adapter_arrays,
     load_adapter,
     only_adapter,
     put_adapter_arrays,
+    refuse_bypassed,
     save_adapter,
 )
 
@@ -225,7 +226,14 @@ class LinenLoRA:
         return quantise_params(variables["params"], layers, quantize)
 
     def merge(
-        self, model: nn.Module, variables: Any, adapters: Any, name: str, *args: Any, **options: Any
+        self,
+        model: nn.Module,
+        variables: Any,
+        adapters: Any,
+        name: str,
+        *args: Any,
+        allow_uncalled: bool = False,
+        **options: Any,
     ) -> dict[str, Any]:
         """Returns the base parameters with one adapter merged: W + scale · A B, rounded once to the dtype of W.
 
@@ -235,17 +243,22 @@ class LinenLoRA:
             adapters: the collection "LoRAParam".
             name: name of the adapter.
             args: arguments of the call.
+            allow_uncalled: merge layers, too, whose weights something else reads: `nn.WeightNorm`, a parent. Whoever
+                reads them then computes with the adapter, unlike before.
             options: keyword arguments of the call.
 
         Raises:
-            ConfigError: `lora.unknown-adapter`; `lora.merge-quantized`, the parameters are those of `quantize_base`.
+            ConfigError: `lora.unknown-adapter`; `lora.merge-quantized`, the parameters are those of `quantize_base`;
+                `lora.uncalled`, see `allow_uncalled`.
         """
         check_plain(variables["params"])
         index = self._number(name)
         spec, params = self.adapters[index], copy_dicts(variables["params"])
-        for layer in self._run(model, variables, args, options).layers:
-            if index not in self._members(layer.path, layer):
-                continue
+        ran = self._run(model, variables, args, options)
+        layers = [layer for layer in ran.layers if index in self._members(layer.path, layer)]
+        if not allow_uncalled:
+            refuse_bypassed([layer.name for layer in layers if layer.name in ran.read], "LinenLoRA.merge")
+        for layer in layers:
             node, stack = node_at(adapters, layer.path), len(layer.stack)
             leaves = {
                 leaf.name: np.take(np.asarray(node[leaf.name]), index, stack) for leaf in adapter_kind(spec.kind).leaves
@@ -322,6 +335,13 @@ class LinenLoRA:
         self._check_targets(ran)
         plans = {layer.path: plan for layer in ran.layers if (plan := self._plan_of(layer)) is not None}
         self._plans = plans
+        if read := [layer.name for layer in ran.layers if layer.path in plans and layer.name in ran.read]:
+            warnings.warn(
+                f"[lora.uncalled] something else reads the weights of adapted layers: {first_few(read, SHOWN)}. Their "
+                "adapters have no effect and no gradient there. fix: LinenLoRA(…, exclude=…)",
+                UserWarning,
+                stacklevel=4,
+            )
         return [layer for layer in ran.layers if layer.path in plans]
 
     def _plan_of(self, layer: LinenLayer) -> LoRAPlan | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core.scope import DenyList, intersect_filters
 from jaxtyping import Array
 
 from lorafusion_jax.modules.plan import dropout_sites
@@ -67,7 +68,9 @@ def intercept(
         names = weights_of(module, kinds) if context.method_name == "__call__" else ()
         if not names or not wanted(module):
             return call(*args, **options)
-        params, where = params_of(module), ".".join(module.path)
+        params, where, scope = params_of(module), ".".join(module.path), module.scope
+        others = {name: tree for name, tree in module.variables.items() if name not in ("params", COLLECTION)}
+        mutable = intersect_filters(scope.mutable, DenyList(("params", COLLECTION))) or False
         for name in names:
             if name not in params:
                 raise unsupported_linear(where, f"it has no parameter '{name}' yet", "init the base model first")
@@ -76,7 +79,8 @@ def intercept(
             nonlocal inner
             inner = True
             try:
-                return module.clone(parent=None).apply({"params": {**params, **weights}}, *args, **options)
+                bare, variables = module.clone(parent=None), {**others, "params": {**params, **weights}}
+                return bare.apply(variables, *args, mutable=mutable, **options)
             finally:
                 inner = False
 
@@ -85,12 +89,19 @@ def intercept(
 
         try:
             weights = {name: nn.meta.unbox(params[name]) for name in names}
-            return exchange_products(call_with, weights, product, where=where, inputs=(args, options))
+            outputs = exchange_products(call_with, weights, product, where=where, inputs=(args, options))
         except Exception as problem:
             if otherwise is None or is_listed(module, kinds):
                 raise
             otherwise(module, problem)
             return call(*args, **options)
+        if mutable is False:
+            return outputs
+        output, changed = outputs  # what the call sows, counts and keeps
+        for collection, values in changed.items():
+            for name, value in values.items():
+                scope.put_variable(collection, name, value)
+        return output
 
     with nn.intercept_methods(interceptor):
         yield

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from lorafusion_jax.modules.heads import find_heads, is_embedding
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.linen_intercept import Kinds, intercept, matrices_of, params_of, weights_of
+from lorafusion_jax.modules.linen_reads import leaf_names, marked, read_elsewhere
 from lorafusion_jax.modules.product import Result, unsupported_linear
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.unmatched import plausible_weights, without_biases
@@ -65,10 +66,15 @@ class OtherModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What ran in a call of a model."""
+    """What ran in a call of a model.
+
+    Args:
+        read: names of the layers whose weights something else reads, too.
+    """
 
     layers: list[LinenLayer]
     others: list[OtherModule]
+    read: frozenset[str] = frozenset()
 
 
 def find_layers(
@@ -112,6 +118,7 @@ def find_layers(
             why = f"its call sums over other axes of {weight}[{result.part[0]}] than of the parts before"
             raise unsupported_linear(".".join(path), why)
         noted[path, weight] = layer
+        w = w if isinstance(w, StoredWeight) else marked(w, ".".join((*path, weight)))
         return frozen_multiply(x, w, inside, result)
 
     def watch(module: nn.Module) -> None:
@@ -130,7 +137,11 @@ def find_layers(
         with traced_anew(), interceptor:
             return model.apply(variables, *args, mutable=True, **options)
 
-    jax.eval_shape(run, {name: tree for name, tree in variables.items() if name != "LoRAParam"}, *args)
+    variables = {name: tree for name, tree in variables.items() if name != "LoRAParam"}
+    jaxpr = jax.make_jaxpr(run)(variables, *args).jaxpr
+    weight_names = {".".join((*scope, weight)) for scope, weight in noted}
+    leaves = {number: name for number, name in leaf_names(variables).items() if name in weight_names}
+    read = read_elsewhere(jaxpr, leaves)
     times = Counter(layer.scope for layer in noted.values())
     layers = [
         replace(layer, path=(*layer.scope, layer.weight)) if times[layer.scope] > 1 else layer
@@ -151,7 +162,8 @@ def find_layers(
         if (left_out := _left_out(module, shapes, [layer.weight for layer in layers if layer.scope == path]))
         and _is_of(params, module)
     ]
-    return Ran(layers=layers, others=others)
+    read_layers = frozenset(layer.name for layer in layers if ".".join((*layer.scope, layer.weight)) in read)
+    return Ran(layers=layers, others=others, read=read_layers)
 
 
 def _left_out(

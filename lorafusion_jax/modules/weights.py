@@ -234,14 +234,27 @@ def unmerge_adapter(model: nnx.Module) -> nnx.Module:
 def _check_called(plans: Sequence[LoRAPlan]) -> None:
     calls, paths = next(iter(plans)).calls, {plan.path for plan in plans}
     bypassed = [path for path in calls.bypassed(calls.ran, calls.read) if path in paths] if calls is not None else []
-    if bypassed:
+    refuse_bypassed(bypassed, "merge_adapter")
+
+
+def refuse_bypassed(paths: Sequence[str], merge: str) -> None:
+    """Refuses to merge into layers that never ran where others did, or whose weights something else reads.
+
+    Args:
+        merge: the function that merges, for the message.
+
+    Raises:
+        ConfigError: `lora.uncalled`.
+    """
+    if paths:
         message = "adapted layers never ran, while others of the model did, or something else read their weights: "
+        apply = "apply_lora" if merge == "merge_adapter" else "LinenLoRA"
         raise ConfigError(
             "lora.uncalled",
-            f"{message}{first_few(bypassed, SHOWN)}.",
+            f"{message}{first_few(paths, SHOWN)}.",
             why="who reads a weight computes without the adapter, and would compute with it: the merged model is "
             "another function than the model with its adapter",
-            fix="apply_lora(…, exclude=…) leaves them out; merge_adapter(…, allow_uncalled=True) merges them anyway",
+            fix=f"{apply}(…, exclude=…) leaves them out; {merge}(…, allow_uncalled=True) merges them anyway",
         )
 
 
