@@ -238,7 +238,7 @@ class Export:
     def copy(self, console: Console, dtype: str | None) -> None:
         """Copies the folder, adds results to its card, and reads it back."""
         from lorafusion_jax.checkpoint.folder import step_of
-        from lorafusion_jax.families.multimodal import auto_class, loads_whole
+        from lorafusion_jax.families.multimodal import auto_class, loads_whole, root_in_peft
         from lorafusion_jax.peft.folder import cast_tensors, name_for_multimodal, read_adapter
 
         self._warn(console)
@@ -250,7 +250,7 @@ class Export:
             if model is not None and loads_whole(
                 model.wrapper, scored=self.spec.head is not None and self.spec.head.task == "SEQ_CLS"
             ):
-                name_for_multimodal(draft, self.spec.kind, self.spec.head)
+                name_for_multimodal(draft, self.spec.kind, self.spec.head, root_in_peft(model.wrapper))
                 text = text.replace(auto_class(""), auto_class(model.wrapper))  # of a run of an earlier version
             if card.is_file():
                 card.write_text(text, "utf-8")

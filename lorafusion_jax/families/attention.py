@@ -11,7 +11,7 @@ from typing import Literal
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.layout.layer import FrozenArray, Linear, Norm, SavedTensor
 
-QKNorm = Literal["none", "head", "full"]
+QKNorm = Literal["none", "head", "full", "unit"]
 Sharing = Literal["none", "gives", "reads"]
 MODULE = "self_attn"
 
@@ -20,15 +20,18 @@ MODULE = "self_attn"
 class Attention:
     """o_proj(attention(rope(norm(q_proj x)), rope(norm(k_proj x)), v_proj x)).
 
-    o[t] = Σ_s softmax_s(cap(scale · q[t]·k[s])) v[s],  t - window < s ≤ t,  cap(z) = soft_cap · tanh(z / soft_cap)
+    o[t] = Σ_s softmax_s(cap(scale · q[t]·k[s])) v[s],  t - window < s ≤ t,  ⌊s / chunk⌋ = ⌊t / chunk⌋,
+    cap(z) = soft_cap · tanh(z / soft_cap)
 
     Args:
         width: D.
         rope: None: q and k do not rotate.
         window: rows that a query sees, itself included (None: all earlier ones of its sample).
+        chunk: positions of a sample that see each other come in chunks of this length (None: there are none).
         scale: of the scores (None: 1 / √C).
         soft_cap: bound of the scores (None: none).
-        qk_norm: whether q and k are normalised: each head on its own, or all heads together.
+        qk_norm: whether q and k are normalised: each head on its own, all heads together, or, "unit", each head on its
+            own after they rotate, without a weight.
         bias, o_bias: whether q, k and v, and the output, have a bias.
         turned_norm: q and k of each head are normalised after they rotate, not before.
         fused: q, k and v are one projection, `fused_name`.
@@ -52,6 +55,7 @@ class Attention:
     head_dim: int
     rope: Rope | None = None
     window: int | None = None
+    chunk: int | None = None
     scale: float | None = None
     soft_cap: float | None = None
     qk_norm: QKNorm = "none"
@@ -89,8 +93,8 @@ class Attention:
     @property
     def norm_widths(self) -> tuple[int, int] | None:
         """Widths of the norms of q and of k."""
-        widths = {"none": None, "head": (self.head_dim, self.head_dim), "full": (self.queries, self.keys)}
-        return widths[self.qk_norm]
+        widths = {"head": (self.head_dim, self.head_dim), "full": (self.queries, self.keys)}
+        return widths.get(self.qk_norm)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -160,6 +164,8 @@ class Attention:
         >>> Attention(width=8, heads=1, kv_heads=1, head_dim=8, window=256).reach(1024)
         448.0
         """
+        if self.chunk is not None:
+            return min(self.chunk, sample_tokens)
         if self.window is None or self.window >= sample_tokens:
             return sample_tokens
         return 2 * self.window - self.window**2 / sample_tokens

@@ -32,6 +32,8 @@ class DeltaNet:
         kernel: rows of the convolution.
         grouped: q, k, v and z are one projection, in_proj_qkvz, and b and a another, in_proj_ba, both key head by key
             head. Otherwise there is one for q, k and v, and one each for z, b and a.
+        separate: q, k and v have a projection each, and the gate is `g_proj`; names are those of attention.
+        doubled: β = 2 · sigmoid(b).
     """
 
     width: int
@@ -42,6 +44,8 @@ class DeltaNet:
     kernel: int = 4
     activation: Activation = "silu"
     grouped: bool = False
+    separate: bool = False
+    doubled: bool = False
 
     @property
     def queries(self) -> int:
@@ -70,10 +74,18 @@ class DeltaNet:
                 "in_proj_a": self.value_heads,
             }
         )
+        if self.separate:
+            widths = (self.keys, self.keys, *[self.queries] * 2, *[self.value_heads] * 2)
+            outputs = dict(zip(("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), widths, strict=True))
         return (
             *(_linear(name, IN, self.width, size) for name, size in outputs.items()),
-            _linear("out_proj", OUT, self.queries, self.width),
+            _linear(self.out, OUT, self.queries, self.width),
         )
+
+    @property
+    def out(self) -> str:
+        """Name of the output's projection."""
+        return "o_proj" if self.separate else "out_proj"
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -81,11 +93,12 @@ class DeltaNet:
 
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
-        shapes = {
-            "A_log": (self.value_heads,),
-            "dt_bias": (self.value_heads,),
-            "conv1d.weight": (self.channels, 1, self.kernel),
-        }
+        convolutions = {"conv1d.weight": self.channels}
+        if self.separate:
+            parts = {"q": self.keys, "k": self.keys, "v": self.queries}
+            convolutions = {f"conv1d.{part}.weight": size for part, size in parts.items()}
+        shapes: dict[str, tuple[int, ...]] = {"A_log": (self.value_heads,), "dt_bias": (self.value_heads,)}
+        shapes |= {name: (size, 1, self.kernel) for name, size in convolutions.items()}
         return tuple(FrozenArray(path=f"{MODULE}.{name}", half="attention", shape=s) for name, s in shapes.items())
 
     @property

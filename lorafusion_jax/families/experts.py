@@ -15,7 +15,7 @@ MODULE = "mlp"
 GATE_UP, DOWN = EXPERTS
 CORRECTION = "e_score_correction_bias"
 INPUT_SCALE, EXPERT_SCALE = "scale", "per_expert_scale"  # of a router
-Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+Score = Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,9 @@ class Router:
     s = softmax(x W) or sigmoid(x W),  the k largest of s (+ correction) are chosen,  weights = scale · s / Σ s
 
     Args:
-        score: "softmax_of_chosen": the k largest of x W are chosen, and the softmax is over these.
+        score: "softmax_of_chosen": the k largest of x W are chosen, and the softmax is over these; "sigmoid_of_chosen":
+            their weights are their sigmoids.
+        weighs_inputs: a row is multiplied by its weights before its experts, not after them.
         normalise: whether the weights are divided by their sum.
         scale: factor of the weights.
         bias: whether x W has a bias.
@@ -39,6 +41,7 @@ class Router:
     """
 
     score: Score = "softmax"
+    weighs_inputs: bool = False
     normalise: bool = True
     scale: float = 1.0
     bias: bool = False
@@ -53,7 +56,7 @@ class Router:
     @property
     def has_balance_loss(self) -> bool:
         """Whether transformers has a load-balancing loss for it."""
-        return self.balanced and self.score != "sigmoid" and not self.scaled
+        return self.balanced and not self.score.startswith("sigmoid") and not self.scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class Experts:
         shared: an MLP of all rows.
         shared_gate: whether what it adds is multiplied by σ(x w), a frozen gate; otherwise gate is 1.
         module: part of the layer that owns them.
+        adapted: whether their projections may have adapters.
     """
 
     width: int
@@ -88,6 +92,7 @@ class Experts:
     shared: Mlp | None = None
     shared_gate: bool = False
     module: str = MODULE
+    adapted: bool = True
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -118,6 +123,7 @@ class Experts:
     def saved(self) -> tuple[SavedTensor, ...]:
         router = SavedTensor(name="router", half="mlp", width=self.count, checkpoint="router", float32=True)
         shared = () if self.shared is None else self.shared.saved
+        weighted = self._saved("weighted act(gate) · up of experts", self.inner, input_of=DOWN)
         output = SavedTensor(name="output of the shared expert", half="mlp", width=self.width, checkpoint="shared_out")
         return (
             *shared,
@@ -126,7 +132,7 @@ class Experts:
             self._saved("gate, up of experts", self.inner * (2 if self.gated else 1), "gate_up"),
             self._saved("rows of experts", self.width, input_of=GATE_UP),
             *([self._saved("act(gate) · up of experts", self.inner)] if self.limit is None else []),
-            self._saved("weighted act(gate) · up of experts", self.inner, input_of=DOWN),
+            *([] if self.router.weighs_inputs else [weighted]),
         )
 
     @property
@@ -156,6 +162,7 @@ class Experts:
             bias=self.bias,
             experts=self.count,
             active=self.active,
+            is_target=self.adapted,
         )
 
     def _saved(self, name: str, width: int, checkpoint: str | None = None, input_of: str | None = None) -> SavedTensor:

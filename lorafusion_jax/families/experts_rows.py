@@ -7,7 +7,7 @@ from typing import Any
 from lorafusion_jax.families.dense_rows import MROPE, QWEN_3_VL, SWITCHED
 from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.family import Family
-from lorafusion_jax.layout.layer import BLOCK, SHARED_MLP
+from lorafusion_jax.layout.layer import BLOCK, FEED_FORWARD, SHARED_MLP
 
 # Experts as in DeepSeek-V3: groups, an offset that helps to choose, an MLP beside.
 SIGMOID = Router(score="sigmoid", correction=True, least=1e-20)
@@ -218,6 +218,28 @@ EXPERTS: dict[str, Family] = {
         },
         keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"}, known=(*_OF_DEEPSEEK, *_OF_INDEXER),
         ignored=_INDEXER,
+    ),
+    "llama4_text": Family(
+        architectures=("Llama4ForCausalLM",), windows="chunks", rope={"interleaved": True},
+        fields={"qk_norm": "unit", "mlp_module": FEED_FORWARD}, shared_expert=f"{FEED_FORWARD}.shared_expert",
+        experts={
+            "router": Router(score="sigmoid_of_chosen", weighs_inputs=True, normalise=False), "module": FEED_FORWARD,
+            "adapted": False,
+        },
+        expert_names=(f"{FEED_FORWARD}.experts.gate_up_proj", f"{FEED_FORWARD}.experts.down_proj"),
+        keys={
+            "intermediate_size": "moe_intermediate_size", "intermediate_size_mlp": "intermediate_size",
+            "num_local_experts": "num_experts", "interleave_moe_layer_step": "decoder_sparse_step",
+        },
+        reads={
+            "vocab_size": 202048, "hidden_size": 5120, "moe_intermediate_size": 8192, "intermediate_size": 16384,
+            "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "num_experts": 16,
+            "num_experts_per_tok": 1, "decoder_sparse_step": 1, "moe_layers": None, "use_qk_norm": True,
+            "no_rope_layers": None, "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "layer_types": None,
+            "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1, "attention_bias": False,
+        },
+        known=("router_aux_loss_coef", "for_llm_compressor"),
     ),
     "mistral4": Family(
         architectures=("Mistral4ForCausalLM",), latent=True, whole_heads=True, keys=_GROUP_KEYS,

@@ -37,7 +37,7 @@ class Family:
             embedding_scale of "sqrt" is the root of the model's width.
         windows: layers with `sliding_window` if config.json has no `layer_types`: none, all, those from
             `max_window_layers` on, every second one before it, or those without rotary embeddings if
-            `use_sliding_window`, or all but each n-th.
+            `use_sliding_window`, or all but each n-th; "chunks": those with rotary embeddings attend within chunks.
         scaled_layers: layers whose rotary embeddings `rope_scaling` scales.
         experts: fields of `Experts` that all models of the family have in common; None: it has no experts. The keys
             `num_experts`, `num_experts_per_tok`, `moe_intermediate_size`, `norm_topk_prob` and those of `read_experts`
@@ -46,6 +46,7 @@ class Family:
         expert_names: tensors of the experts in a checkpoint, "{}" for the number of the layer's expert: of gate and of
             up [F, D], or of up alone, and of down [D, F]; or two tensors of all experts, [E, in, out].
         experts_transposed: these two are [E, out, in]. Where only the other order fits a file, it has that.
+        shared_expert: module of an MLP beside the experts that is as wide as an expert, whatever config.json says.
         delta_net: fields of `DeltaNet` that all models of the family have in common; None: it has no such layers. The
             keys `linear_…` say the others, and `layer_types` or `full_attention_interval` which layers have it.
         mixer: what layers of linear attention have in place of attention, if it is no delta net; the keys `mamba_…` and
@@ -55,7 +56,7 @@ class Family:
         one_half: a layer has a mixer, an MLP or experts, as `layer_types` says: "mlp", "moe".
         frozen: projections of Mamba-2 that PEFT 0.21 adapts in no model of the family.
         rotated: layers with rotary embeddings: all, none, or those with a window ("if any": all of a model without
-            windows).
+            windows); "unless null": none if rope_parameters has a theta of null.
         parallel: position of the norms where `use_parallel_residual` is true.
         rope: further fields of `Rope` that all layers of the family have in common, e.g. {"interleaved": True}.
         known_of_rope: keys of `rope_parameters` that do not change what is computed of text.
@@ -72,11 +73,12 @@ class Family:
     dropouts: Mapping[str, float] = field(default_factory=dict)
     meant: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    windows: Literal["never", "all", "switched", "first", "unrotated"] | int = "never"
+    windows: Literal["never", "all", "switched", "first", "unrotated", "chunks"] | int = "never"
     scaled_layers: Literal["all", "full_attention"] = "all"
     experts: Mapping[str, Any] | None = None
     expert_names: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
     experts_transposed: bool = False
+    shared_expert: str = ""
     delta_net: Mapping[str, Any] | None = None
     mixer: Literal["mamba", "convolution"] | None = None
     latent: bool = False
@@ -84,7 +86,7 @@ class Family:
     rope: Mapping[str, Any] = field(default_factory=dict)
     one_half: bool = False
     frozen: tuple[str, ...] = ()
-    rotated: Literal["all", "none", "windows", "windows, if any"] = "all"
+    rotated: Literal["all", "none", "unless null", "windows", "windows, if any"] = "all"
     parallel: Place = "parallel"
     known_of_rope: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()

@@ -53,6 +53,10 @@ class HFConfig(BaseModel):
     layer_types: list[str] | None = None
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: Annotated[int, Field(ge=1)] | None = None
+    attention_chunk_size: Positions | None = None
+    attn_temperature_tuning: bool | None = None
+    floor_scale: Positions | None = None
+    attn_scale: Share | None = None
     hidden_act: str | None = None
     query_pre_attn_scalar: Positive | None = None
     attention_multiplier: Positive | None = None
@@ -69,6 +73,7 @@ class HFConfig(BaseModel):
     norm_topk_prob: bool | None = None
     decoder_sparse_step: Annotated[int, Field(ge=1)] | None = None
     mlp_only_layers: list[int] | None = None
+    moe_layers: list[int] | None = None
     q_lora_rank: Width | None = None
     kv_lora_rank: Width | None = None
     qk_nope_head_dim: Width | None = None
@@ -80,6 +85,7 @@ class HFConfig(BaseModel):
     linear_key_head_dim: Width | None = None
     linear_value_head_dim: Width | None = None
     linear_conv_kernel_dim: Annotated[int, Field(ge=1, le=64)] | None = None
+    linear_allow_neg_eigval: bool | None = None
     attn_output_gate: bool | None = None
     full_attention_interval: Annotated[int, Field(ge=1)] | None = None
     use_expert_bias: bool | None = None

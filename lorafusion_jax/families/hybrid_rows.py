@@ -5,7 +5,7 @@ from __future__ import annotations
 from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.experts_rows import GRANITE_EXPERTS, GRANITE_MOE, PREDICTORS, SIGMOID
 from lorafusion_jax.families.family import Family
-from lorafusion_jax.layout.layer import FEED_FORWARD, MIXER, SHARED_MLP
+from lorafusion_jax.layout.layer import FEED_FORWARD, LINEAR_ATTENTION, MIXER, SHARED_MLP
 
 # Qwen3-Next and later: a gated delta net in three of four layers. The tensors of "mtp" predict further tokens.
 _DELTA = {
@@ -65,6 +65,21 @@ HYBRID: dict[str, Family] = {
             "decoder_sparse_step",
         ),
     ),
+    "olmo_hybrid": Family(
+        architectures=("OlmoHybridForCausalLM",), delta_net={"separate": True}, rotated="unless null",
+        fields={"norms": "post", "qk_norm": "full"},
+        modules={
+            f"{LINEAR_ATTENTION}.norm": f"{LINEAR_ATTENTION}.o_norm",
+            **{f"{LINEAR_ATTENTION}.conv1d.{part}": f"{LINEAR_ATTENTION}.{part}_conv1d" for part in ("q", "k", "v")},
+        },
+        reads={
+            "vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32,
+            "num_attention_heads": 30, "max_position_embeddings": 65536, "attention_bias": False, "layer_types": None,
+            "linear_num_key_heads": None, "linear_num_value_heads": None, "linear_key_head_dim": None,
+            "linear_value_head_dim": None, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True,
+        },
+        known=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+    ),
     "granitemoehybrid": Family(
         architectures=("GraniteMoeHybridForCausalLM",), mixer="mamba", **GRANITE_EXPERTS,
         fields={"fused": "mlp", "mlp_module": SHARED_MLP, "mlp_names": ("input_linear", "output_linear")},
@@ -118,6 +133,7 @@ HYBRID: dict[str, Family] = {
             "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts",
             "num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_limit",
             "time_step_max", "use_mamba_kernels",
+            "tie_word_embeddings",  # transformers 5.23 ties no head to the embedding here
         ),
         ignored=("mtp.",),
     ),

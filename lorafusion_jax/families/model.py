@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lorafusion_jax.errors import CheckpointError, ConfigError
-from lorafusion_jax.families.attention import MODULE, Attention
+from lorafusion_jax.families.attention import MODULE, Attention, QKNorm
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.experts_rows import PREDICTORS
@@ -51,7 +51,8 @@ class ModelConfig:
         rope_theta, rope_scaling, rope_channels: of all layers, see `families.rope.Rope`; unless there is a
             `pattern`, as for sliding_window.
         norms, norm_offset, norm_kind, norm_bias, norm_eps: see `families.norm.Norms`.
-        qk_norm: whether q and k are normalised: each head on its own (True), or all heads together ("full").
+        qk_norm: whether q and k are normalised: each head on its own (True), all heads together ("full"), or, "unit",
+            each head without a weight, in layers with rotary embeddings.
         mlp_gated, mlp_names, mlp_module: see `families.mlp.Mlp`.
         turned_norm: see `families.attention.Attention`.
         fused: q, k and v are one projection, and so are gate and up, if there is a gate; or only the latter ("mlp").
@@ -110,7 +111,7 @@ class ModelConfig:
     mlp_gated: bool = True
     mlp_module: str = MLP
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    qk_norm: bool | Literal["full"] = False
+    qk_norm: bool | Literal["full", "unit"] = False
     turned_norm: bool = False
     fused: bool | Literal["mlp"] = False
     activation: Activation = "silu"
@@ -292,8 +293,9 @@ class ModelConfig:
             out_factor=out_factor,
             module=WIDE_MLP if kind.wide else self.mlp_module,
         )
+        before = self.norms == "post" and kind.linear  # so in OLMo hybrid
         around = Norms(
-            width=self.hidden_size, position=self.norms, kind=self.norm_kind,
+            width=self.hidden_size, position="pre of linear" if before else self.norms, kind=self.norm_kind,
             bias=self.norm_bias, offset=self.norm_offset, eps=self.norm_eps,
             halves=(kind.only,) if kind.only else HALVES,
         )  # fmt: skip
@@ -357,9 +359,10 @@ class ModelConfig:
             head_dim=kind.head_dim or self.head_dim,
             rope=kind.rope,
             window=kind.window,
+            chunk=kind.chunk,
             scale=self.attention_scale,
             soft_cap=self.attention_soft_cap,
-            qk_norm="full" if self.qk_norm == "full" else "head" if self.qk_norm else "none",
+            qk_norm=self._qk_norm(kind),
             bias=self.qkv_bias,
             o_bias=self.o_bias,
             turned_norm=self.turned_norm,
@@ -376,6 +379,16 @@ class ModelConfig:
             out=self.attention_out,
             module=self.attention_module if kind.head_dim is None else GLOBAL_ATTENTION,
         )
+
+    def _qk_norm(self, kind: LayerType) -> QKNorm:
+        if self.qk_norm == "unit":
+            return "unit" if kind.rope is not None and kind.rope.share else "none"
+        return "full" if self.qk_norm == "full" else "head" if self.qk_norm else "none"
+
+    @property
+    def chunk(self) -> int | None:
+        """Length of the chunks in which some layers attend; None: no layer does."""
+        return next((kind.chunk for kind in self.pattern if kind.chunk is not None), None)
 
     def part_of(self, tensor: int) -> ModelConfig:
         """What one of `tensor` devices computes of every layer: its heads, and its columns of the MLP.

@@ -19,6 +19,7 @@ WRAPPERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", ("qwen2_5_vl_text",)),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", ("qwen3_vl_text",)),
     "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", ("qwen3_vl_moe_text",)),
+    "llama4": ("Llama4ForConditionalGeneration", ("llama4_text",)),
 }
 UNCAPPED = ("gemma3",)  # in transformers 5.23 the whole model has no soft cap of the logits, unlike its text model
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # published files have the keys of the text part beside those of the others
@@ -31,6 +32,7 @@ TEXT = "text_config"
 SCORED = ("gemma3", "qwen3_5")  # of which transformers 5.23 has models with a score in place of the head
 TEXT_ROOT = "model."  # of the names of a model of text
 IN_PEFT = "model.language_model."  # of those of the text part, for transformers 5, PEFT and vLLM
+OTHERS_IN_PEFT = {"llama4": "language_model.model."}
 SHARED = ("tie_word_embeddings", "quantization_config")  # keys that the whole model may have for its text part
 # Llama's prefix → that in the checkpoint, as published and as transformers 5 names modules.
 _LAYOUTS: tuple[Mapping[str, str], ...] = (
@@ -77,6 +79,11 @@ def auto_class(wrapper: str, *, scored: bool = False) -> str:
     if scored:
         return "AutoModelForSequenceClassification"
     return "AutoModelForImageTextToText" if wrapper else "AutoModelForCausalLM"
+
+
+def root_in_peft(wrapper: str) -> str:
+    """What transformers 5, PEFT and vLLM call the "model." of a multimodal model's text part."""
+    return OTHERS_IN_PEFT.get(wrapper, IN_PEFT)
 
 
 def loads_whole(wrapper: str, *, scored: bool) -> bool:

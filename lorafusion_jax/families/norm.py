@@ -7,7 +7,7 @@ from typing import Literal
 
 from lorafusion_jax.layout.layer import HALVES, FrozenArray, Half, Linear, Norm, SavedTensor
 
-Place = Literal["pre", "post", "sandwich", "parallel", "parallel of two"]
+Place = Literal["pre", "post", "sandwich", "parallel", "parallel of two", "pre of linear"]
 Kind = Literal["rms", "layer"]
 
 
@@ -20,7 +20,8 @@ class Norms:
     Args:
         width: D.
         position: "pre": x + f(norm x);  "post": x + norm(f(x));  "sandwich": x + norm(f(norm x));  "parallel": both
-            halves read the norm of one x, x + attention(norm x) + mlp(norm x);  "parallel of two": each has its norm.
+            halves read the norm of one x, x + attention(norm x) + mlp(norm x);  "parallel of two": each has its norm;
+            "pre of linear": as "pre", in a model whose layers with attention have "post".
         kind: "layer": of x without its mean.
         bias: whether layer norms have a bias; weight and bias are the rows of one leaf, [2, D].
         halves: those that the layer has.
@@ -40,6 +41,7 @@ class Norms:
         """Names of the norms of the inputs."""
         names: dict[Place, dict[Half, str]] = {
             "pre": {"attention": "input_layernorm", "mlp": "post_attention_layernorm"},
+            "pre of linear": {"attention": "attention_layer_norm", "mlp": "feedforward_layer_norm"},
             "post": {},
             "sandwich": {"attention": "input_layernorm", "mlp": "pre_feedforward_layernorm"},
             "parallel": {"attention": "input_layernorm"},

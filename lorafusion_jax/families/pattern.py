@@ -9,7 +9,7 @@ from lorafusion_jax.families.attention import Sharing
 from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.hf_config import HFConfig, shortened
 from lorafusion_jax.families.read_full_layers import check_full_layers, read_full_sizes, read_sharing
-from lorafusion_jax.families.read_rope import FULL, LAYER_TYPES, LINEAR, SLIDING
+from lorafusion_jax.families.read_rope import CHUNKED, FULL, LAYER_TYPES, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.layout.layer import Half
 
@@ -26,6 +26,7 @@ class LayerType:
     Args:
         window: rows that a query sees (None: all earlier ones of its sample).
         rope: rotary embeddings (None: none).
+        chunk: see `families.attention.Attention`.
         linear: a gated delta net instead of attention.
         dense: an MLP in a model of experts.
         head_dim, kv_heads: of attention, where they are not those of the model (None: they are).
@@ -36,6 +37,7 @@ class LayerType:
 
     window: int | None = None
     rope: Rope | None = None
+    chunk: int | None = None
     linear: bool = False
     dense: bool = False
     head_dim: int | None = None
@@ -56,6 +58,8 @@ def read_pattern(
         names = [_OLDER.get(name, name) for name in names]
     turns = _turns(hf, family, count)
     unsaid = hf.position_embedding_type != "rope" and "position_embedding_type" in family.meanings
+    table = hf.rope_parameters or hf.rope_scaling or {}
+    unsaid |= family.rotated == "unless null" and hf.rope_theta is None and table.get("rope_theta", 0) is None
     if family.rotated == "none" or unsaid:
         turns = [False] * count
     if family.rotated.startswith("windows"):
@@ -68,6 +72,7 @@ def read_pattern(
     if isinstance(hf.sliding_window_pattern, str) and hf.layer_types is None and hf.sliding_window is not None:
         unsupported.append(f"sliding_window_pattern={shortened(hf.sliding_window_pattern)} without layer_types")
     readable = (*LAYER_TYPES, LINEAR) if family.delta_net is not None or family.mixer is not None else LAYER_TYPES
+    readable = (FULL, CHUNKED) if "attention_chunk_size" in family.meanings else readable
     alone: dict[str, Half] = ALONE if family.one_half else {}
     readable = (*readable, *(name for name in alone if name not in readable))
     if "mlp_layer_types" in family.meanings:
@@ -77,6 +82,8 @@ def read_pattern(
     if SLIDING in names and hf.sliding_window is None:
         by = "the family has" if hf.layer_types is None else "layer_types names"
         malformed.append(f"sliding_window is missing, and {by} layers of {SLIDING}")
+    if CHUNKED in names and hf.attention_chunk_size is None:
+        malformed.append(f"attention_chunk_size is missing, and there are layers of {CHUNKED}")
     windows = {SLIDING: hf.sliding_window}
     full = [number for number, name in enumerate(names) if name == FULL]
     check_full_layers(hf, family, full, len(names), unsupported)
@@ -86,7 +93,8 @@ def read_pattern(
     return tuple(
         LayerType(
             window=windows.get(name),
-            rope=ropes.get(name) if turn else None,
+            rope=ropes.get(FULL if name == CHUNKED else name) if turn else _unturned(hf, family),
+            chunk=hf.attention_chunk_size if name == CHUNKED else None,
             linear=name == LINEAR,
             dense=dense or (family.one_half and name != "moe"),
             only=alone.get(name),
@@ -101,7 +109,7 @@ def read_pattern(
 def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
     reads, window = family.meanings, hf.sliding_window
     if family.delta_net is not None and hf.layer_types is None:
-        every = hf.full_attention_interval or 1
+        every = hf.full_attention_interval or min(4, count)  # without the key as in OLMo hybrid
         return [FULL if (number + 1) % every == 0 else LINEAR for number in range(count)]
     if family.fields.get("mixer_beside"):
         return [FULL] * count
@@ -113,6 +121,8 @@ def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
     off = (window is None and not every_nth) or ("use_sliding_window" in reads and not hf.use_sliding_window)
     if hf.layer_types is not None and "layer_types" in reads:
         return [FULL if off and name == SLIDING and "use_sliding_window" in reads else name for name in hf.layer_types]
+    if family.windows == "chunks":
+        return [CHUNKED if turns else FULL for turns in _turns(hf, family, count)]
     if off or family.windows == "never":
         return [FULL] * count
     if isinstance(hf.sliding_window_pattern, str):  # refused by `read_pattern`
@@ -131,9 +141,17 @@ def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
     return [FULL if (number + 1) % every == 0 else SLIDING for number in range(count)]
 
 
+def _unturned(hf: HFConfig, family: Family) -> Rope | None:
+    """What stands for the rotary embeddings of layers without them: factors of queries, if there are some."""
+    if "attn_scale" not in family.meanings or not hf.attn_temperature_tuning:
+        return None
+    return Rope(share=0.0, query_beta=hf.attn_scale or 0.0, query_context=hf.floor_scale or 1, query_offset=1)
+
+
 def _turns(hf: HFConfig, family: Family, count: int) -> list[bool]:
     """Whether q and k of each layer rotate."""
-    if hf.no_rope_layers is not None and "no_rope_layers" in family.meanings:
+    listed = hf.no_rope_layers is not None and (hf.no_rope_layers or family.windows != "chunks")  # so in transformers
+    if hf.no_rope_layers is not None and listed and "no_rope_layers" in family.meanings:
         return [bool(turns) for turns in hf.no_rope_layers]
     every = hf.no_rope_layer_interval if "no_rope_layer_interval" in family.meanings else None
     return [every is None or (number + 1) % every != 0 for number in range(count)]
@@ -158,5 +176,7 @@ def _dense(hf: HFConfig, family: Family, count: int) -> list[bool]:
         return [False] * count
     if hf.mlp_layer_types is not None:
         return [name == DENSE for name in hf.mlp_layer_types]
+    if hf.moe_layers is not None:
+        return [number not in hf.moe_layers for number in range(count)]
     first, every, others = hf.first_k_dense_replace or 0, hf.decoder_sparse_step or 1, hf.mlp_only_layers or []
     return [number < first or number in others or (number + 1) % every != 0 for number in range(count)]

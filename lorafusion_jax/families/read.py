@@ -206,7 +206,8 @@ def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
         head_dim = hf.head_dim or (hf.hidden_size or 1) // (hf.num_attention_heads or 1)
         numbers["attention_scale"] = hf.key_multiplier * max(head_dim, 1) ** -0.5
     root = {"embedding_scale": (hf.hidden_size or 1) ** 0.5} if family.fields.get("embedding_scale") == "sqrt" else {}
-    return numbers | dict(family.fields) | root
+    plain = {"qk_norm": False} if hf.use_qk_norm is False and "use_qk_norm" in family.meanings else {}
+    return numbers | dict(family.fields) | root | plain
 
 
 def _inner(hf: HFConfig, family: Family, dense: bool) -> int:
@@ -270,7 +271,7 @@ def _refuse_other_options(hf: HFConfig, raw: Mapping[str, Any], family: Family, 
     has_experts = any(raw.get(key) for key in ("num_experts", "num_local_experts") if key not in family.known)
     if family.experts is None and has_experts:
         unsupported.append("mixture of experts")
-    if family.delta_net is not None and not hf.attn_output_gate:
+    if "attn_output_gate" in family.meanings and not hf.attn_output_gate:
         unsupported.append("attn_output_gate=False")
     if raw.get("is_encoder_decoder"):
         unsupported.append("encoder-decoder")

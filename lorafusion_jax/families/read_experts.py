@@ -87,6 +87,8 @@ def _shared(hf: HFConfig, family: Family, experts: Experts) -> Mlp | None:
             width=experts.width, inner=hf.moe_shared_expert_intermediate_size, activation=experts.activation,
             gated=experts.gated, names=family.fields["mlp_names"], module=f"{experts.module}.shared_experts",
         )  # fmt: skip
+    if family.shared_expert:
+        return Mlp(width=experts.width, inner=experts.inner, activation=experts.activation, module=family.shared_expert)
     inner = hf.shared_expert_intermediate_size or (hf.n_shared_experts or 0) * experts.inner
     if not inner:
         return None

@@ -55,17 +55,20 @@ def read_delta_net(hf: HFConfig, family: Family, activation: Activation, malform
     """The gated delta net of a model whose family has one."""
     if family.delta_net is None:
         return None
-    key_heads, value_heads = hf.linear_num_key_heads or 1, hf.linear_num_value_heads or 1
+    heads = hf.num_attention_heads or 1
+    key_heads, value_heads = hf.linear_num_key_heads or heads, hf.linear_num_value_heads or heads
     if value_heads % key_heads:
         malformed.append(f"linear_num_value_heads={value_heads} is not a multiple of linear_num_key_heads={key_heads}")
+    key_dim = hf.linear_key_head_dim or max(int(0.75 * (hf.hidden_size or 1) / key_heads), 1)
     return DeltaNet(
         width=hf.hidden_size or 1,
         key_heads=key_heads,
         value_heads=value_heads,
-        key_dim=hf.linear_key_head_dim or 1,
-        value_dim=hf.linear_value_head_dim or 1,
+        key_dim=key_dim,
+        value_dim=hf.linear_value_head_dim or 2 * key_dim,
         kernel=hf.linear_conv_kernel_dim or 1,
         activation=activation,
+        doubled=bool(hf.linear_allow_neg_eigval),
         **family.delta_net,
     )
 

@@ -12,6 +12,7 @@ from lorafusion_jax.families.read_full_layers import read_full_sizes
 from lorafusion_jax.families.rope import Rope, RopeScaling
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+CHUNKED = "chunked_attention"
 LAYER_TYPES = (FULL, SLIDING)
 _THETA = 10000.0
 _NEEDS = {  # of each kind of scaling

@@ -30,11 +30,6 @@ REFUSED = (
         reason="every layer predicts and corrects several streams of activations (AltUp), and here there is one stream",
     ),
     Refused(
-        models="Llama 4", names=("llama4", "llama4_text", "Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
-        reason="attention stays within chunks of positions, where windows slide here, and the router scales what "
-        "goes into its experts, where routers weigh what comes out here",
-    ),
-    Refused(
         models="Mistral Large 4",
         names=("mistral_large4", "mistral_large4_text", "MistralLarge4ForConditionalGeneration"),
         reason="layers read the latents of keys and values of earlier layers, and here each layer has its own",
@@ -51,11 +46,6 @@ REFUSED = (
         names=("minimax", "minimax_m1", "minimax_text_01", "MiniMaxForCausalLM", "MiniMaxM1ForCausalLM",
                "MiniMaxText01ForCausalLM"),
         reason="most layers have lightning attention, whose decay is fixed for each head, and no layer here is such",
-    ),
-    Refused(
-        models="OLMo hybrid", names=("olmo_hybrid", "OlmoHybridForCausalLM"),
-        reason="q, k, v and the gate of its delta nets are projections of their own, and norms stand before delta nets "
-        "but after attention, and here q, k and v are one projection, and norms stand alike in all layers",
     ),
     Refused(
         models="Jamba", names=("jamba", "JambaForCausalLM"),

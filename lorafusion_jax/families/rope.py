@@ -44,10 +44,12 @@ class Rope:
         theta: base of the frequencies.
         scaling: for long contexts (None: as trained at first).
         channels: channels of a head that rotate, the first ones; even (None: all).
-        share: of the pairs of these channels that turn; the frequencies of the others are 0.
+        share: of the pairs of these channels that turn; the frequencies of the others are 0. 0: none turns, and only
+            queries are scaled.
         interleaved: the two channels of a rotating pair are neighbours, as in GPT-J and GLM-4; else channel i turns
             with channel i + C/2.
-        query_beta, query_context: queries at position p are multiplied by 1 + beta · log(1 + ⌊p / context⌋).
+        query_beta, query_context, query_offset: queries at position p are multiplied by
+            1 + beta · log(1 + ⌊(p + offset) / context⌋).
     """
 
     theta: float = 10000.0
@@ -57,3 +59,4 @@ class Rope:
     interleaved: bool = False
     query_beta: float = 0.0
     query_context: int = 1
+    query_offset: int = 0

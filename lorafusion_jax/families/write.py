@@ -8,7 +8,7 @@ from typing import Any
 
 from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.pattern import DENSE, SPARSE
-from lorafusion_jax.families.read_rope import FULL, LINEAR, SLIDING
+from lorafusion_jax.families.read_rope import CHUNKED, FULL, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.families.table import family_named
@@ -92,6 +92,7 @@ def _experts(model: Any) -> dict[str, Any]:
         "use_expert_bias": experts.router.correction,
         "first_k_dense_replace": len(dense),
         "mlp_only_layers": dense,
+        "moe_layers": [number for number in range(model.num_layers) if number not in dense],
         "decoder_sparse_step": 1,
         "mlp_layer_types": [DENSE if kind.dense else SPARSE for kind in model.pattern] or [SPARSE] * model.num_layers,
     }
@@ -107,6 +108,7 @@ def _delta_net(model: Any) -> dict[str, Any]:
         "linear_key_head_dim": net.key_dim,
         "linear_value_head_dim": net.value_dim,
         "linear_conv_kernel_dim": net.kernel,
+        "linear_allow_neg_eigval": net.doubled,
         "layer_types": [LINEAR if kind.linear else FULL for kind in model.pattern],
     }
 
@@ -174,7 +176,16 @@ def _latent(model: Any) -> dict[str, Any]:
 def _windows(model: Any, family: Family) -> dict[str, Any]:
     types = [layer.attention.window for layer in model.layers]
     window = next((window for window in types if window is not None), None)
-    turns = [layer.attention.rope is not None for layer in model.layers]
+    turns = [layer.attention.rope is not None and layer.attention.rope.share > 0 for layer in model.layers]
+    if "attention_chunk_size" in family.meanings:
+        unturned = next((rope for rope in model.ropes if not rope.share), None)
+        return {
+            "attention_chunk_size": model.chunk,
+            "layer_types": [FULL if kind.chunk is None else CHUNKED for kind in model.pattern],
+            "no_rope_layers": [int(turn) for turn in turns],
+            "attn_temperature_tuning": unturned is not None,
+            **({} if unturned is None else {"attn_scale": unturned.query_beta, "floor_scale": unturned.query_context}),
+        }
     return {
         "sliding_window": window,
         "use_sliding_window": window is not None,
@@ -201,10 +212,13 @@ def _full_layers(model: Any) -> dict[str, Any]:
 
 def _ropes(model: Any, family: Family) -> dict[str, Any]:
     """Both formats, for old and new readers, where one rope serves all layers; else the newer one."""
-    if len(model.ropes) > 1 or family.scaled_layers == FULL:
+    ropes = [rope for rope in model.ropes if rope.share]
+    if len(ropes) > 1 or family.scaled_layers == FULL:
         by_type = {FULL if layer.attention.window is None else SLIDING: layer.attention.rope for layer in model.layers}
         return {"rope_parameters": {name: _rope(rope or Rope(), model, family) for name, rope in by_type.items()}}
-    rope = _rope(model.ropes[0] if model.ropes else Rope(), model, family)
+    if family.rotated == "unless null" and not ropes:
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    rope = _rope(ropes[0] if ropes else Rope(), model, family)
     scaled = rope["rope_type"] != "default" or len(rope) > 2
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None
     return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling, "rope_parameters": rope}

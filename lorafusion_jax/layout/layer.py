@@ -47,7 +47,8 @@ PATHS: Mapping[str, str] = {
         ATTENTION: ("query_key_value", "dense"),
         MAMBA: ("in_proj",),
         LINEAR_ATTENTION: (
-            "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+            "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "g_proj",
+            "b_proj", "a_proj",
         ),
         "mlp": (
             "gate_proj", "up_proj", "gate_up_proj", "down_proj", "c_fc", "c_proj", "dense_h_to_4h",
@@ -60,10 +61,13 @@ PATHS: Mapping[str, str] = {
 } | {name: name for name in PER_LAYER_NAMES}  # fmt: skip
 # What PEFT's names begin with in place of "model.", by projection.
 ROOTS: Mapping[str, str] = dict.fromkeys(("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), "gpt_neox.")
+# PEFT's names of the embedding where it is not this one: by that beginning, and in models of layers of one half.
+EMBEDDING = "embed_tokens"
+EMBEDDINGS: Mapping[str, str] = {"gpt_neox.": "embed_in", MIXER: "embeddings"}
 SUMMED_SITES = ("o", "down")  # tensor parallelism adds up the outputs of their projections over devices
 FUSED = ("qkv_proj", "gate_up_proj")
 # Modules of an MLP beside the experts of a layer.
-BESIDE = ("mlp.shared_experts", "mlp.shared_expert", f"{MIXER}.shared_experts")
+BESIDE = ("mlp.shared_experts", "mlp.shared_expert", f"{MIXER}.shared_experts", f"{FEED_FORWARD}.shared_expert")
 # Projections of which every expert has its own → PEFT's name of the parameter that holds them all.
 EXPERTS: Mapping[str, str] = {
     "experts_gate_up_proj": "mlp.experts.gate_up_proj",

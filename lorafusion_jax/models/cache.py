@@ -74,10 +74,12 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
+    chunk: int | None = None,
 ) -> Float[Array, "T H*C"]:
     """Attention of rows to the blocks of their sequences, in which they are stored already.
 
-    o[t] = Σ_s softmax_s(cap(scale · q[t]·k[s])) v[s] over the positions p - window < s ≤ p of the row's sequence
+    o[t] = Σ_s softmax_s(cap(scale · q[t]·k[s])) v[s] over the positions p - window < s ≤ p of the row's sequence,
+    in the row's chunk
     """
     keys_NSKC, values_NSKC, tables_GM = cache["keys"], cache["values"], jnp.asarray(rows.tables_GM)
     T, H, C = q_THC.shape
@@ -86,7 +88,7 @@ def paged_attention(
     J = T // G
     position_GJ = jnp.asarray(rows.position_T).reshape(G, J)
     options = {"scale": C**-0.5 if scale is None else scale, "window": window, "soft_cap": soft_cap}
-    if J == 1 and target_platform() in ("gpu", "cuda"):
+    if J == 1 and chunk is None and target_platform() in ("gpu", "cuda"):
         from pallas_kernels.attention.triton.paged import paged_attention_kernel, paged_unsupported_reason
 
         if paged_unsupported_reason(q_THC, keys_NSKC) is None:
@@ -103,6 +105,8 @@ def paged_attention(
     at_GS = (number_GM[:, :, None] * S + jnp.arange(S)).reshape(G, -1)  # positions of the keys
     back_GJS = position_GJ[:, :, None] - at_GS[:, None]
     visible_GJS = (back_GJS >= 0) & (back_GJS < (jnp.iinfo(jnp.int32).max if window is None else window))
+    if chunk is not None:
+        visible_GJS &= (at_GS // chunk)[:, None] == (position_GJ // chunk)[:, :, None]
 
     def gathered(pool_NSKC: jax.Array) -> jax.Array:
         return pool_NSKC[blocks_GM].reshape(G, -1, K, C).swapaxes(1, 2)

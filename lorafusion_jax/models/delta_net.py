@@ -20,7 +20,7 @@ from lorafusion_jax.models.cache import Cache
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.norm import RMSNorm
 from lorafusion_jax.models.segments import Segments
-from lorafusion_jax.modules import LoRALinear, lora_siblings
+from lorafusion_jax.modules import lora_siblings
 from pallas_kernels.delta_rule import delta_rule_step, delta_rule_with_states, gated_delta_rule
 from pallas_kernels.mlp.xla import ACTIVATIONS
 
@@ -73,22 +73,35 @@ class Convolution(nnx.Module):
         return self.weight[...][:, 0].astype(jnp.float32)
 
 
+class JoinedConvolution(Convolution):
+    """Those of q, k and v, side by side."""
+
+    def __init__(self, spec: DeltaNet, *, dtype: Any, rngs: nnx.Rngs):
+        self.bias = nnx.data(None)
+        for name, size in (("q", spec.keys), ("k", spec.keys), ("v", spec.queries)):
+            setattr(self, name, Convolution((size, 1, spec.kernel), dtype=dtype, rngs=rngs))
+
+    @property
+    def _weight_NR(self) -> jax.Array:
+        return jnp.concatenate([getattr(self, name)._weight_NR for name in ("q", "k", "v")])
+
+
 class GatedDeltaNet(nnx.Module):
     """out_proj(norm(rule(q, k, v, decay, β)) · silu(z)); see `families.delta_net.DeltaNet`."""
 
-    out_proj: LoRALinear
-
     def __init__(self, build: Builder, spec: DeltaNet):
         self.spec, self.act = spec, ACTIVATIONS[spec.activation]
-        self.sites = build.layer.site_index(spec.linears[0].name), build.layer.site_index("out_proj")
+        self.sites = build.layer.site_index(spec.linears[0].name), build.layer.site_index(spec.out)
         self.inputs = tuple(linear.name for linear in spec.linears if linear.site == IN)
         for linear in spec.linears:
             setattr(self, linear.name, build.linear(linear.name))
+        options: dict[str, Any] = {"dtype": build.dtype, "rngs": build.rngs}
         shape = (spec.channels, 1, spec.kernel)
-        self.conv1d = Convolution(shape, dtype=build.dtype, rngs=build.rngs)
+        self.conv1d = JoinedConvolution(spec, **options) if spec.separate else Convolution(shape, **options)
         rates = jnp.arange(1, spec.value_heads + 1, dtype=build.dtype) / spec.value_heads
         self.A_log, self.dt_bias = nnx.Param(jnp.log(rates)), nnx.Param(jnp.zeros_like(rates))
-        self.norm = RMSNorm(spec.value_dim, eps=build.layer.around.eps, dtype=build.dtype)
+        eps = 1e-5 if spec.separate else build.layer.around.eps  # so in transformers, whatever config.json says
+        self.norm = RMSNorm(spec.value_dim, eps=eps, dtype=build.dtype)
 
     def __call__(self, x_TD: Float[Array, "T D"], inputs: LayerInputs) -> Float[Array, "T D"]:
         mixed_TN, z_THV, b_TH, a_TH = self._inputs(x_TD, inputs)
@@ -118,7 +131,7 @@ class GatedDeltaNet(nnx.Module):
 
     def _out(self, o_THV: jax.Array, z_THV: jax.Array, inputs: LayerInputs) -> jax.Array:
         gated_TD = jax.checkpoint(self._gated)(checkpoint_name(o_THV, OUT), z_THV)
-        return self.out_proj(gated_TD, inputs.lora, site=self.sites[1])
+        return getattr(self, self.spec.out)(gated_TD, inputs.lora, site=self.sites[1])
 
     def _rows(self, mixed_TN: jax.Array, b_TH: jax.Array, a_TH: jax.Array, inputs: LayerInputs):
         """Returns q, k, v, decay and β of each row. Backward computes what is elementwise again, in float32."""
@@ -135,7 +148,7 @@ class GatedDeltaNet(nnx.Module):
         bias_H, rate_H = (x[...].astype(jnp.float32) for x in (self.dt_bias, self.A_log))
         decay_TH = -jnp.exp(rate_H) * jax.nn.softplus(a_TH.astype(jnp.float32) + bias_H)
         q, k = _unit(q, self.spec.key_dim**-0.5), _unit(k)
-        beta_TH = jax.nn.sigmoid(b_TH.astype(jnp.float32))
+        beta_TH = jax.nn.sigmoid(b_TH.astype(jnp.float32)) * (2 if self.spec.doubled else 1)
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), decay_TH, beta_TH
 
     def _gated(self, o_THV: jax.Array, z_THV: jax.Array) -> jax.Array:
@@ -146,7 +159,8 @@ class GatedDeltaNet(nnx.Module):
         """Returns q, k and v side by side, z by head, b and a."""
         spec, rows = self.spec, len(outputs[0])
         if not spec.grouped:
-            mixed, z, b, a = outputs
+            *mixed, z, b, a = outputs
+            mixed = jnp.concatenate(mixed, axis=-1) if spec.separate else mixed[0]
             return mixed, z.reshape(rows, spec.value_heads, -1), b, a
         qkvz, ba = (y.reshape(rows, spec.key_heads, -1) for y in outputs)
         share, C = spec.value_heads // spec.key_heads, spec.key_dim

@@ -90,11 +90,17 @@ class MixtureOfExperts(nnx.Module):
     ) -> Float[Array, "T D"]:
         rows = self._sort(expert_Tk, lora)
         gate_up, down = getattr(self, GATE_UP), getattr(self, DOWN)
-        gates_MG = gate_up(spread_rows(x_TD, rows), rows, lora)
-        gates_MG = checkpoint_name(_plus(gates_MG, gate_up.bias_of(rows)), "gate_up")
         weight_M = spread_copies(weight_Tk, rows)[:, None].astype(x_TD.dtype)
+
+        def spread_weighted(x_TD: jax.Array, weight_M1: jax.Array) -> jax.Array:
+            return spread_rows(x_TD, rows) * weight_M1
+
+        before = self.spec.router.weighs_inputs
+        weigh = jax.checkpoint(spread_weighted, prevent_cse=False)  # backward keeps x only
+        gates_MG = gate_up(weigh(x_TD, weight_M) if before else spread_rows(x_TD, rows), rows, lora)
+        gates_MG = checkpoint_name(_plus(gates_MG, gate_up.bias_of(rows)), "gate_up")
         # A row is weighted before `down`, which is linear, so backward needs no output of `down`.
-        y_MD = down(self._weighted(gates_MG, weight_M), rows, lora)
+        y_MD = down(self._gated(gates_MG) if before else self._weighted(gates_MG, weight_M), rows, lora)
         if self.spec.bias:  # backward gathers it again
 
             def weigh_bias(weight_M1: jax.Array) -> jax.Array:
@@ -162,6 +168,9 @@ def choose_experts(
     if router.score == "softmax_of_chosen":
         logits_Tk, expert = jax.lax.top_k(logits_TE, spec.active)
         return expert, jax.nn.softmax(logits_Tk, axis=-1) * router.scale
+    if router.score == "sigmoid_of_chosen":
+        logits_Tk, expert = jax.lax.top_k(logits_TE, spec.active)
+        return expert, jax.nn.sigmoid(logits_Tk) * router.scale
     scores = jax.nn.softmax(logits_TE, axis=-1) if router.score == "softmax" else jax.nn.sigmoid(logits_TE)
     value = scores if correction_E is None else scores + correction_E.astype(scores.dtype)
     _, expert = jax.lax.top_k(jax.lax.stop_gradient(_in_best_groups(value, router)), spec.active)

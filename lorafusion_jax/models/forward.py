@@ -33,6 +33,7 @@ def layer_inputs(
         segments=segments,
         lora=lora,
         query_scales=_query_scales(config, positions_T),
+        chunks=None if config.chunk is None else segments.in_chunks(config.chunk),
     )
 
 

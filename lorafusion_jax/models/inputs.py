@@ -27,6 +27,7 @@ class LayerInputs:
         cached: where the rows lie in the layers' caches (None: the layers keep nothing).
         inside: whether a row is one of each sequence's, [M, T], where choices of routers are counted (None: they are
             not).
+        chunks: segments, cut where layers attend within chunks (None: no layer does).
         of_layers: inputs that layers have of their own, [L, T, P], or of one layer, [T, P] (None: they have none).
     """
 
@@ -36,6 +37,7 @@ class LayerInputs:
     query_scales: tuple[jax.Array, ...] | None = None
     cached: CachedRows | None = None
     inside: jax.Array | None = None
+    chunks: Segments | None = None
     of_layers: jax.Array | None = None
 
     def at_layer(self, number: int | jax.Array) -> LayerInputs:

@@ -42,7 +42,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, *, long: bool = False) -> np.
 def _llama3(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     wavelength = 2 * np.pi / frequency
     turns = scaling.original_max_positions / wavelength
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    span = max(scaling.high_freq_factor - scaling.low_freq_factor, np.finfo(np.float32).tiny)  # 0 in Llama 4
+    blend = (turns - scaling.low_freq_factor) / span
     blend = np.clip(blend, 0.0, 1.0)
     return (1 - blend) * frequency / scaling.factor + blend * frequency
 
@@ -85,8 +86,8 @@ def rope_tables(
 
 
 def query_scale(rope: Rope, positions_T: Int[Array, " T"]) -> Float[Array, "T 1 1"]:
-    """1 + beta · log(1 + ⌊position / context⌋)"""
-    turns_T = jnp.floor(positions_T.astype(jnp.float32) / rope.query_context)
+    """1 + beta · log(1 + ⌊(position + offset) / context⌋)"""
+    turns_T = jnp.floor((positions_T.astype(jnp.float32) + rope.query_offset) / rope.query_context)
     return (1 + rope.query_beta * jnp.log1p(turns_T))[:, None, None]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 SMALLEST_BUCKET = 8
@@ -55,6 +56,21 @@ class Segments:
         offsets_M[: len(runs)] = np.cumsum(runs) - runs
         lengths_M[: len(runs)] = runs
         return cls(ids=np.repeat(np.arange(len(runs), dtype=np.int32), runs), offsets=offsets_M, lengths=lengths_M)
+
+    def in_chunks(self, chunk: int) -> Segments:
+        """Cuts every run into runs of `chunk` rows, counted from its first one.
+
+        >>> Segments.from_lengths([5, 2], 8).in_chunks(2).ids.tolist()
+        [0, 0, 1, 1, 2, 3, 3, 4]
+        """
+        rows_T, ids_T = jnp.arange(len(self.ids), dtype=jnp.int32), jnp.asarray(self.ids)
+        begins_T = (rows_T - jnp.asarray(self.offsets)[ids_T]) % chunk == 0
+        slots = len(self.lengths) + len(self.ids) // chunk
+        (offsets_M,) = jnp.nonzero(begins_T, size=slots + 1, fill_value=-1)
+        ends_M = jnp.where(offsets_M[1:] < 0, len(rows_T), offsets_M[1:])
+        lengths_M = jnp.where(offsets_M[:-1] < 0, -1, ends_M - offsets_M[:-1])
+        ids_T = jnp.cumsum(begins_T, dtype=jnp.int32) - 1
+        return Segments(ids=ids_T, offsets=offsets_M.astype(jnp.int32), lengths=lengths_M.astype(jnp.int32))
 
 
 def segment_bucket(num_runs: int) -> int:

@@ -16,6 +16,7 @@ from lorafusion_jax.models.build import Builder, times
 from lorafusion_jax.models.cache import Cache, CachedKeys, paged_attention, store
 from lorafusion_jax.models.inputs import LayerInputs, by_parts
 from lorafusion_jax.models.rope import apply_rope, halves_of_pairs
+from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.models.stream import KeysAndValues
 from lorafusion_jax.modules import LoRALinear, lora_siblings
 from lorafusion_jax.modules.tensor_sums import added_up, copied
@@ -63,7 +64,7 @@ class SelfAttention(nnx.Module):
             q,
             k,
             v,
-            inputs.segments,
+            self._segments(inputs),
             implementation=implementation,
             flat=True,
             scale=self.spec.scale,
@@ -100,11 +101,17 @@ class SelfAttention(nnx.Module):
         options = {"scale": self.spec.scale, "window": self.spec.window, "soft_cap": self.spec.soft_cap}
         options |= {"sinks": None if self.sinks is None else self.sinks[...]}
         if rows.reads_blocks:
-            o_TD = paged_attention(q, keys["after"], rows, **options)
+            o_TD = paged_attention(q, keys["after"], rows, chunk=self.spec.chunk, **options)
         else:
             k, v = keys["rows"]["keys"], keys["rows"]["values"]
-            o_TD = attention(q, k, v, inputs.segments, implementation=implementation, flat=True, **options)
+            o_TD = attention(q, k, v, self._segments(inputs), implementation=implementation, flat=True, **options)
         return self._out(o_TD if gate_TD is None else _gated(o_TD, gate_TD), inputs), cache, keys
+
+    def _segments(self, inputs: LayerInputs) -> Segments:
+        if self.spec.chunk is None:
+            return inputs.segments
+        assert inputs.chunks is not None, "these inputs have no chunks"
+        return inputs.chunks
 
     def _out(self, o_TD: jax.Array, inputs: LayerInputs) -> jax.Array:
         y_TD = times(getattr(self, self.spec.out)(o_TD, inputs.lora, site=self.sites[1]), self.spec.out_factor)
@@ -123,10 +130,12 @@ class SelfAttention(nnx.Module):
             v = self._normalise_values(v)
         if self.spec.qk_norm == "head" and not self.spec.turned_norm:
             q, k = self._normalise(q, k)
-        if self.rope is not None:
+        if self.spec.rope is not None and self.spec.rope.share:
             q, k = self._turn(q, inputs), self._turn(k, inputs)
         if self.spec.turned_norm:
             q, k = self._normalise(q, k)
+        if self.spec.qk_norm == "unit":
+            q, k = self._to_unit(checkpoint_name(q, "qk_in")), self._to_unit(checkpoint_name(k, "qk_in"))
         if inputs.query_scales is not None and self.rope is not None:
             q = q * inputs.query_scales[self.rope].astype(q.dtype)
         return q, k, v, gate_TD
@@ -174,8 +183,10 @@ class SelfAttention(nnx.Module):
         return q_THC.reshape(len(q), -1), checkpoint_name(gate_THC.reshape(len(q), -1), "attention_gate")
 
     def _normalise_values(self, v_TKC: jax.Array) -> jax.Array:
-        v_TKC = v_TKC if self.spec.k_is_v else checkpoint_name(v_TKC, "qk_in")
-        return rms_norm(v_TKC, jnp.ones((self.spec.head_dim,), v_TKC.dtype), eps=self.eps)
+        return self._to_unit(v_TKC if self.spec.k_is_v else checkpoint_name(v_TKC, "qk_in"))
+
+    def _to_unit(self, x_THC: jax.Array) -> jax.Array:
+        return rms_norm(x_THC, jnp.ones((self.spec.head_dim,), x_THC.dtype), eps=self.eps)
 
     def _normalise(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         q, k = checkpoint_name(q, "qk_in"), checkpoint_name(k, "qk_in")  # a norm's gradient needs its input

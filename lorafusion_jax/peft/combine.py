@@ -95,7 +95,9 @@ def combine_adapters(
     spec = AdapterSpec(name=Path(to).name, rank=rank, alpha=rank, targets=targets)
     first = described[0][0]
     multimodal = any(entry.root not in (TEXT_ROOT, *ROOTS.values()) for entry, _ in described)
-    return write_adapter(arrays, spec, first.base, to, base_revision=first.revision, multimodal=multimodal)
+    return write_adapter(
+        arrays, spec, first.base, to, base_revision=first.revision, multimodal=multimodal, root=first.root
+    )
 
 
 def combined_arrays(

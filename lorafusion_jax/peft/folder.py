@@ -48,6 +48,7 @@ from lorafusion_jax.peft.settings import (
     PREFIX,
     ROOT,
     TENSOR_FILE,
+    embedding_in_peft,
     plain_name,
     root_for,
     root_of,
@@ -76,6 +77,7 @@ class FileOptions(TypedDict, total=False):
         base_quantize: storage of the base in training, see `weights.table`; written to adapter_config.json.
         base_revision: commit of a base model on the hub.
         multimodal: the base is a multimodal model: the folder has the names of the whole model, not of its text part.
+        root: what the multimodal model calls the text part's "model." [default: "model.language_model."].
         replace: replace an existing folder.
         finish: called with the temporary folder before it is renamed, e.g. to add a model card and tokenizer files.
     """
@@ -84,6 +86,7 @@ class FileOptions(TypedDict, total=False):
     base_quantize: str
     base_revision: str | None
     multimodal: bool
+    root: str
     replace: bool
     finish: Callable[[Path], None] | None
 
@@ -140,11 +143,13 @@ def write_adapter(
         present = {path.rpartition(".")[2] for path in paths}
         spec = replace(spec, targets=tuple(name for name in spec.targets if name in present))
     with new_folder(to_dir, replace=options.get("replace", False)) as folder:
-        settings = json.dumps(config_of(spec, base_name, quantize, revision, paths, multimodal), indent=2)
+        root = options.get("root", IN_PEFT)
+        settings = json.dumps(config_of(spec, base_name, quantize, revision, paths, multimodal, root), indent=2)
         (folder / CONFIG_FILE).write_text(settings + "\n", encoding="utf-8")
         in_file = to_file(tensors)
-        root = IN_PEFT if multimodal else root_for(paths)
-        file_tensors = {whole_name(key, root): array for key, array in in_file.items()}
+        root = root if multimodal else root_for(paths)
+        embedding = embedding_in_peft(paths)
+        file_tensors = {whole_name(key, root, embedding): array for key, array in in_file.items()}
         write_tensors(folder / TENSOR_FILE, file_tensors)
         _check_copy(folder, spec, tensors)
         if finish := options.get("finish"):
@@ -278,17 +283,17 @@ def cast_tensors(folder: Path, dtype: str) -> None:
     write_tensors(folder / TENSOR_FILE, tensors)
 
 
-def name_for_multimodal(folder: Path, kind: str, head: Head | None = None) -> None:
+def name_for_multimodal(folder: Path, kind: str, head: Head | None = None, root: str = IN_PEFT) -> None:
     """Rewrites a folder that has the names of a text part alone, as earlier versions wrote it, for the whole model."""
     described, arrays = read_described(folder, kind, head)
     if described.root != TEXT_ROOT:
         return
     settings = read_config(folder)
     paths = [path for path in arrays if path not in NOT_PROJECTIONS]
-    whole_settings = config_of(described.spec, described.base, NONE, described.revision, paths, multimodal=True)
+    whole_settings = config_of(described.spec, described.base, NONE, described.revision, paths, True, root)
     text = json.dumps(settings | {key: whole_settings[key] for key in BY_PATH if key in whole_settings}, indent=2)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-    write_tensors(folder / TENSOR_FILE, {whole_name(key): array for key, array in read_tensors(folder).items()})
+    write_tensors(folder / TENSOR_FILE, {whole_name(key, root): array for key, array in read_tensors(folder).items()})
 
 
 def check_digests(folder: Path) -> None:

@@ -18,7 +18,7 @@ from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.families.multimodal import TEXT_ROOT
 from lorafusion_jax.families.token_rows import check_tokens, token_rows
-from lorafusion_jax.layout.layer import PATHS
+from lorafusion_jax.layout.layer import EMBEDDING, EMBEDDINGS, PATHS
 from lorafusion_jax.peft.experts import targets_of
 from lorafusion_jax.readable import SETTINGS, read_text
 
@@ -252,6 +252,8 @@ def _tokens(
     indices = raw.get(TRAINED_TOKENS)
     if indices in _OFF:
         return None
+    if isinstance(indices, dict):
+        indices = {EMBEDDING if name in EMBEDDINGS.values() else name: ids for name, ids in indices.items()}
     try:
         checked = check_tokens(indices)
         lists: Iterable[Any] = checked.values() if isinstance(checked, dict) else [checked]

@@ -15,7 +15,19 @@ from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
-from lorafusion_jax.layout.layer import BESIDE, BLOCK, MIXERS, PARALLEL, PATHS, PER_LAYER_NAMES, ROOTS, saved_path
+from lorafusion_jax.layout.layer import (
+    BESIDE,
+    BLOCK,
+    EMBEDDING,
+    EMBEDDINGS,
+    MIXER,
+    MIXERS,
+    PARALLEL,
+    PATHS,
+    PER_LAYER_NAMES,
+    ROOTS,
+    saved_path,
+)
 from lorafusion_jax.peft.experts import our_key, targets_of
 from lorafusion_jax.peft.read_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
 from lorafusion_jax.readable import check_regular
@@ -32,6 +44,7 @@ _IN_MEMORY = re.compile(r"\.((?:lora|vera)_\w+)\.default(\.weight)?$")
 _WHOLE = re.compile(
     rf"{re.escape(ROOT)}model\.((?:model\.)?language_model\.(?:model\.)?)(layers|embed_tokens|lm_head)\."
 )
+_EMBEDDING = re.compile(rf"({re.escape(PREFIX)})(?:{'|'.join(EMBEDDINGS.values())})(\.token_adapter\.)")
 KEY = re.compile(re.escape(PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{_IN_LAYER}|(?={_OF_LAYER}))(\w+))\.([\w.]+)")
 
 
@@ -86,19 +99,41 @@ def text_name(key: str) -> tuple[str, str]:
     if match is None:
         for root in dict.fromkeys(ROOTS.values()):
             if key.startswith(f"{ROOT}model.{root}"):
-                return f"{PREFIX}{key.removeprefix(f'{ROOT}model.{root}')}", root
-        return key, TEXT_ROOT
+                return _our_embedding(f"{PREFIX}{key.removeprefix(f'{ROOT}model.{root}')}"), root
+        return _our_embedding(key), TEXT_ROOT
     part = "lm_head" if match[2] == "lm_head" else f"{TEXT_ROOT}{match[2]}"
     return f"{ROOT}model.{part}.{key[match.end() :]}", match[1]
 
 
-def whole_name(key: str, root: str = IN_PEFT) -> str:
+def _our_embedding(key: str) -> str:
+    return _EMBEDDING.sub(rf"\g<1>{EMBEDDING}\g<2>", key)
+
+
+def embedding_in_peft(paths: Iterable[str]) -> str:
+    """What PEFT calls the embedding of a model with these projections.
+
+    >>> embedding_in_peft(["layers.0.attention.dense"]), embedding_in_peft(["layers.0.mlp.up_proj"])
+    ('embed_in', 'embed_tokens')
+    """
+    paths = list(paths)
+    in_mixers = any(path.split(".")[2:3] == [MIXER] for path in paths)
+    return EMBEDDINGS.get(MIXER if in_mixers else root_for(paths), EMBEDDING)
+
+
+def whole_name(key: str, root: str = IN_PEFT, embedding: str = EMBEDDING) -> str:
     """The name of a tensor in a folder for a multimodal model, or of another root; the inverse of `text_name`.
+
+    Args:
+        embedding: name of the embedding there.
 
     >>> whole_name("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight")
     'base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight'
     """
-    return f"{ROOT}model.{root}{key.removeprefix(PREFIX)}" if key.startswith(PREFIX) else key
+    if not key.startswith(PREFIX):
+        return key
+    inside = key.removeprefix(PREFIX)
+    inside = f"{embedding}{inside.removeprefix(EMBEDDING)}" if inside.startswith(f"{EMBEDDING}.") else inside
+    return f"{ROOT}model.{root}{inside}"
 
 
 def root_for(paths: Iterable[str]) -> str:

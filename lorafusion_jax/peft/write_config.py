@@ -11,9 +11,10 @@ from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
+from lorafusion_jax.layout.layer import EMBEDDING
 from lorafusion_jax.peft.experts import named_in_peft
 from lorafusion_jax.peft.read_config import LORA, TRAINED_TOKENS, WEIGHT, dropout_key, peft_type
-from lorafusion_jax.peft.settings import root_for
+from lorafusion_jax.peft.settings import embedding_in_peft, root_for
 from lorafusion_jax.weights.table import NONE
 
 BY_PATH = (  # what names projections
@@ -28,6 +29,7 @@ def config_of(
     revision: str | None = None,
     paths: Collection[str] = (),
     multimodal: bool = False,
+    root: str = IN_PEFT,
 ) -> dict[str, Any]:
     """Says in PEFT's words what an adapter is.
 
@@ -35,6 +37,7 @@ def config_of(
         paths: its projections, "layers.0.self_attn.q_proj"; needed where a layer may have an MLP beside experts.
         multimodal: it is for a multimodal model, whose towers may have projections of the same names: the file lists
             the adapter's by their paths.
+        root: what the multimodal model calls the text part's "model.".
 
     PEFT has no word for a base that was stored in another form. Where it was, `base_quantize` names the form; PEFT
     ignores keys that it does not know, with a warning.
@@ -60,7 +63,10 @@ def config_of(
         "auto_mapping": None,
     }
     if spec.tokens is not None:
-        config[TRAINED_TOKENS] = spec.tokens.peft
+        tokens = spec.tokens.peft
+        names = {EMBEDDING: embedding_in_peft(paths)}
+        renamed = isinstance(tokens, dict)
+        config[TRAINED_TOKENS] = {names.get(k, k): ids for k, ids in tokens.items()} if renamed else tokens
     if spec.patterns is not None:
         config |= _some_projections(spec.patterns)
     kind = adapter_kind(spec.kind)
@@ -69,7 +75,7 @@ def config_of(
         more |= {"target_parameters": parameters, dropout_key(kind): 0.0}
     entries = (kind.peft or {}).items()
     config |= more | {key: value(spec) if callable(value) else value for key, value in entries}
-    root = IN_PEFT if multimodal else root_for(paths)
+    root = root if multimodal else root_for(paths)
     config |= _one_by_one(spec, config, paths, root) if names_each(spec, paths, multimodal) else {}
     return config | _of_parameters(spec, config, paths, root)
 

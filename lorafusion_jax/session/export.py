@@ -21,7 +21,7 @@ from lorafusion_jax.config.chat_templates import template_text
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.families.multimodal import auto_class, loads_whole
+from lorafusion_jax.families.multimodal import auto_class, loads_whole, root_in_peft
 from lorafusion_jax.peft.folder import export_adapter
 from lorafusion_jax.peft.leaves import with_adapter_axis
 from lorafusion_jax.report.record import versions
@@ -133,6 +133,7 @@ def write_adapter(
         ),
         shapes=model.saved_shapes,
         multimodal=loads_whole(model.wrapper, scored=_is_scored(adapter)),
+        root=root_in_peft(model.wrapper),
         layers=model.some_layers,
     )
 

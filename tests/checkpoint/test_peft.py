@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.peft.folder import export_adapter, put_adapter, read_adapter, take_adapter, write_adapter
 from lorafusion_jax.peft.settings import lora_settings
@@ -305,3 +306,31 @@ def test_patterns_of_a_folder_reach_parameters_as_in_peft(alphas, of_module, of_
     settings = lora_settings(tmp_path / "a")  # of a job that begins with it
     patterns = Patterns(rank=2, alpha=4, alphas=tuple(settings.get("alpha_pattern", {}).items()))
     assert [patterns.alpha_of(path) for path in arrays] == [of_module, of_parameter]
+
+
+@pytest.mark.parametrize(
+    ("path", "module"),
+    [
+        ("layers.0.attention.query_key_value", "gpt_neox.embed_in"),
+        ("layers.0.mlp.dense_4h_to_h", "gpt_neox.embed_in"),
+        ("layers.0.mixer.in_proj", "model.embeddings"),
+        ("layers.0.mlp.up_proj", "model.embed_tokens"),
+    ],
+)
+@pytest.mark.parametrize("head", [(), (3,)])
+def test_trained_tokens_have_the_name_that_peft_gives_the_embedding(path, module, head, tmp_path):
+    tokens = TokenRows(embed=(7, 1), head=head)
+    spec = AdapterSpec(name="law", rank=2, alpha=4, targets=(path.rpartition(".")[2],), tokens=tokens)
+    draw = np.random.default_rng(0)
+    arrays = {path: tuple(draw.random(shape, np.float32) for shape in ((6, 2), (2, 5)))}
+    arrays["tokens"] = tuple(draw.random((6, len(ids)), np.float32) for ids in tokens.stored.values())
+    folder = write_adapter(arrays, spec, "base", tmp_path / "law")
+    names = {f"base_model.model.{module}.token_adapter.trainable_tokens_delta"}
+    names |= {"base_model.model.lm_head.token_adapter.trainable_tokens_delta"} if head else set()
+    assert {name for name in tensors_of(folder) if "token_adapter" in name} == names
+    indices = json.loads((folder / "adapter_config.json").read_text())["trainable_token_indices"]
+    assert indices == ({module.rpartition(".")[2]: [7, 1], "lm_head": [3]} if head else [7, 1])
+    again, values = read_adapter(folder)
+    assert again.tokens == tokens
+    for before, after in zip(arrays["tokens"], values["tokens"], strict=True):
+        np.testing.assert_array_equal(before, after)

@@ -42,6 +42,55 @@ OTHERS = {  # other mechanisms in place of attention, and layers of parallel hal
         {"law": ["q_proj", "down_proj"], "med": ["v_proj", "up_proj"]},
     ),
 }
+_CHOSEN = {  # latents, experts beside an MLP, an indexer that chooses every token
+    "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 6, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 5, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "index_topk": 64,
+}  # fmt: skip
+_LATENTS = {"law": ["q_b_proj", "o_proj"], "med": ["kv_b_proj", "kv_a_proj_with_mqa"]}
+OTHERS |= {
+    "deepseek_v32": (_CHOSEN, _LATENTS),
+    "glm_moe_dsa": (_CHOSEN, _LATENTS),
+    "gpt_neox": (
+        {"rotary_pct": 0.5},
+        {"law": ["query_key_value", "dense_4h_to_h"], "med": ["dense", "dense_h_to_4h"]},
+    ),
+    "nemotron_h": (
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "num_hidden_layers": 4,
+            "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2,
+        },
+        {"law": ["in_proj", "q_proj", "down_proj"], "med": ["in_proj", "up_proj"]},
+    ),
+    "falcon_h1": (
+        {
+            "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2,
+            "key_multiplier": 0.5,
+        },
+        {"law": ["in_proj", "q_proj", "down_proj"], "med": ["in_proj", "o_proj"]},
+    ),
+    "lfm2_moe": (
+        {
+            "layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        },
+        {"law": ["in_proj", "q_proj", "w2"], "med": ["in_proj", "w1", "out_proj"]},
+    ),
+    "llama4_text": (
+        {
+            "intermediate_size": 16, "intermediate_size_mlp": 48, "num_local_experts": 4, "head_dim": 8,
+            "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_chunk_size": 3, "floor_scale": 2,
+        },
+        {"law": ["q_proj", "down_proj"], "med": ["v_proj", "up_proj"]},
+    ),
+    "olmo_hybrid": (
+        {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 8,
+        },
+        {"law": ["q_proj", "g_proj", "down_proj"], "med": ["o_proj", "a_proj"]},
+    ),
+}  # fmt: skip
 LAYERS = {"law": (0, 1), "med": (0,)}  # where each has tensors
 
 

@@ -39,7 +39,7 @@ ROWS = drawn.read_rows(FILE)
 VALUES, GRADIENTS = 1e-5, 1e-4  # relative, as in `test_parity`
 # The first model of each family; of every run those with a mechanism that no other has, forward only.
 EVERY_DAY = ("hunyuan_v1_dense", "glm4", "apertus", "starcoder2", "cohere2", "granitemoehybrid", "lfm2",
-             "nemotron_h", "falcon_h1", "gpt_neox")  # fmt: skip
+             "nemotron_h", "falcon_h1", "gpt_neox", "llama4", "olmo_hybrid")  # fmt: skip
 FORWARD = {ModelConfig.from_hf(row["config"]).family: case for case, row in reversed(ROWS.items())}
 
 

@@ -42,7 +42,7 @@ TARGETS = [
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
     "per_layer_input_gate", "per_layer_projection", "c_fc", "c_proj", "in_proj", "input_linear", "output_linear",
-    "w1", "w2", "w3", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h",
+    "w1", "w2", "w3", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "g_proj", "a_proj", "b_proj",
 ]  # fmt: skip
 EXPERTS = ["gate_up_proj", "up_proj", "down_proj"]
 warnings.filterwarnings("ignore")
@@ -71,6 +71,23 @@ def shapes_in(file: Path) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in sorted(load_file(file).items())}
 
 
+def as_published(shapes: dict[str, list[int]], config: transformers.PreTrainedConfig) -> dict[str, list[int]]:
+    """The names of OLMo hybrid as published: transformers 5.23 saves its convolutions in three equal parts, and norms
+    after attention under the name of those before MLPs."""
+    if config.model_type != "olmo_hybrid":
+        return shapes
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    sizes = {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}
+    published = {}
+    for name, shape in shapes.items():
+        module = name.split(".")[-2]
+        if name.startswith("model.layers.") and config.layer_types[int(name.split(".")[2])] == "full_attention":
+            name = name.replace("feedforward_layer_norm", "post_attention_layernorm")
+        published[name] = [sizes[module], *shape[1:]] if module in sizes else shape
+    return published
+
+
 def as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
@@ -83,6 +100,8 @@ def peft_config(model: torch.nn.Module) -> peft.LoraConfig:
         refused = ("gate_proj", "up_proj", "down_proj")
     targets, parameters = [name for name in TARGETS if name in ends and name not in refused], None
     inside = next((path for path in paths if path.endswith(".experts")), None)
+    if model.config.model_type == "llama4_text":  # whose A and B PEFT exchanges, so that they are frozen here
+        inside = None
     if inside is not None and (module := inside.split(".")[-2]).isdecimal():  # beside the MLP of a layer
         parameters = [f"experts.{name}" for name in EXPERTS if hasattr(model.get_submodule(inside), name)]
     elif inside is not None:
@@ -108,7 +127,7 @@ def write(row: dict, folder: Path) -> dict:
     model_class = getattr(transformers, model_class)
     model_class(config).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    shapes = shapes_in(folder / "model.safetensors")
+    shapes = as_published(shapes_in(folder / "model.safetensors"), config)
     save_file(as_tensors(weights(shapes, share)), folder / "model.safetensors", {"format": "pt"})
     model = model_class.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     model.config._experts_implementation = "eager"
