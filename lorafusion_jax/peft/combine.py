@@ -16,7 +16,7 @@ import numpy as np
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, raise_all
-from lorafusion_jax.families.multimodal import TEXT_ROOT
+from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
 from lorafusion_jax.layout.layer import ROOTS
 from lorafusion_jax.peft.folder import read_described, write_adapter
 from lorafusion_jax.peft.leaves import Arrays
@@ -94,9 +94,9 @@ def combine_adapters(
     targets = tuple(dict.fromkeys(name for entry, _ in described for name in entry.spec.targets))
     spec = AdapterSpec(name=Path(to).name, rank=rank, alpha=rank, targets=targets)
     first = described[0][0]
-    multimodal = any(entry.root not in (TEXT_ROOT, *ROOTS.values()) for entry, _ in described)
+    roots = [entry.root for entry, _ in described if entry.root not in (TEXT_ROOT, *ROOTS.values())]
     return write_adapter(
-        arrays, spec, first.base, to, base_revision=first.revision, multimodal=multimodal, root=first.root
+        arrays, spec, first.base, to, base_revision=first.revision, multimodal=bool(roots), root=(*roots, IN_PEFT)[0]
     )
 
 

@@ -17,7 +17,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.cli.export import commands, type_of
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.families.multimodal import WRAPPERS
+from lorafusion_jax.families.multimodal import WRAPPERS, root_in_peft
 from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.layout.layer import saved_path
 from lorafusion_jax.models import ModelConfig, load_decoder, save_decoder
@@ -157,10 +157,13 @@ def test_a_folder_for_the_whole_model_reaches_its_text_part_only(tmp_path):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_vllm_finds_every_tensor(wrapper, tmp_path):
-    folder = write_adapter(drawn(), SPEC, "base", tmp_path / "law", multimodal=True)
+    root = root_in_peft(wrapper)
+    folder = write_adapter(drawn(), SPEC, "base", tmp_path / "law", multimodal=True, root=root)
+    described, _ = read_described(folder)
+    assert (described.root, described.same_settings(SPEC)) == (root, True)
     for key in load_file(folder / "adapter_model.safetensors"):
         name = key.removeprefix("base_model.model.")
-        for old, new in VLLM[wrapper].items():
+        for old, new in VLLM.get(wrapper, {}).items():  # Llama 4's are as they are there
             name = name.replace(old, new, 1) if name.startswith(old) else name
         module, matrix, leaf = name.rsplit(".", 2)
         assert (matrix in ("lora_A", "lora_B"), leaf) == (True, "weight")
