@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 type Names = frozenset[str]
@@ -80,5 +80,5 @@ def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], elsewhere: set[str]) -> list[
 def _bodies(equation: JaxprEqn) -> Iterator[Jaxpr]:
     for value in equation.params.values():
         for body in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(body, ClosedJaxpr | Jaxpr):
-                yield body.jaxpr if isinstance(body, ClosedJaxpr) else body
+            if isinstance(jaxpr := getattr(body, "jaxpr", body), Jaxpr):  # of a closed one
+                yield jaxpr
