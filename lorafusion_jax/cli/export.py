@@ -60,6 +60,7 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], model_t
         folders: the exported adapters by name.
         model_type: of the base as it is published; see `type_of`. Without it there is no command of vLLM.
 
+    >>> from lorafusion_jax.adapters.spec import AdapterSpec
     >>> commands("org/base", {"law": (AdapterSpec(name="law", rank=12, alpha=24), Path("out/law"))})[0]
     'vllm serve org/base --enable-lora --max-lora-rank 16 --lora-modules law=out/law'
     """

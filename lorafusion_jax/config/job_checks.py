@@ -341,14 +341,14 @@ def _unscaled(adapter: schema.AdapterConfig) -> list[str]:
     lora, scale = adapter.lora, adapter_kind(adapter.lora.adapter_kind).scale
     if scale is None:
         return []
-    factor = scale(lora.alpha, lora.rank, lora.rslora)
-    others = {
-        "alpha": scale(2 * lora.alpha, lora.rank, lora.rslora),
-        "rslora": scale(lora.alpha, lora.rank, not lora.rslora),
-    }
+
+    def factor(alpha: float, rslora: bool) -> float:
+        return scale(alpha, lora.rank, rslora) if callable(scale) else scale
+
+    others = {"alpha": factor(2 * lora.alpha, lora.rslora), "rslora": factor(lora.alpha, not lora.rslora)}
     defaults = type(lora).model_fields
     set_keys = {key for key in lora.model_fields_set if getattr(lora, key) != defaults[key].default}
-    return [key for key, other in others.items() if key in set_keys and other == factor]
+    return [key for key, other in others.items() if key in set_keys and other == factor(lora.alpha, lora.rslora)]
 
 
 def _dropout_effect(chosen: Chosen) -> str:

@@ -96,6 +96,8 @@ class Functions:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=self._scratch,
+                # The folder is another, so packages that were found from here would be gone.
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
                 start_new_session=True,  # what it starts ends with it
             )
         return self._process

@@ -11,7 +11,7 @@ every packing, and after every disturbance; `alone` computes it from the adapter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -205,6 +205,9 @@ class QuickSession:
     @property
     def names(self) -> list[str]:
         return list(self.executor.states)
+
+    def holds(self, names: Collection[str]) -> bool:
+        return True
 
     def start_all(self, weights: Mapping[int, Any]) -> None:
         self._start(self._config)

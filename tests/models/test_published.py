@@ -140,6 +140,10 @@ def test_every_key_that_changes_alone_is_followed_or_refused(case):
     if raw["model_type"] == "nemotron_h" and "moe" not in raw["layers_block_type"]:
         idle |= {key for key in raw if "expert" in key or "moe" in key or "topk" in key or key == "n_group"}
         idle |= {"norm_topk_prob", "routed_scaling_factor"}
+    if "moe_layers" in raw:  # which says the layers themselves
+        idle |= {"interleave_moe_layer_step"}
+    if raw.get("attn_temperature_tuning") is False:
+        idle |= {"attn_scale", "floor_scale"}
     if raw.get("mamba_d_ssm") is not None:
         idle |= {"mamba_expand"}
     if raw.get("mamba_rms_norm") is False:

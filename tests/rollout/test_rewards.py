@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -101,6 +102,18 @@ def test_what_goes_wrong_is_named_and_the_next_call_works(functions, name, says)
     assert says in str(raised.value)
     assert f"code.py:{name}" in str(raised.value)
     assert reward(functions, "code.py:lengths").tolist() == [2, 1, 5]
+
+
+def test_functions_import_what_the_caller_can(tmp_path, monkeypatch):
+    (tmp_path / "weights_of_words.py").write_text("GOOD = 3.0")
+    (tmp_path / "code.py").write_text("def good(completions):\n import weights_of_words as w\n return [w.GOOD] * 3")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])  # as `python -m` has it
+    functions = Functions(RolloutSettings(), tmp_path)
+    try:
+        assert reward(functions, "code.py:good").tolist() == [3.0, 3.0, 3.0]
+    finally:
+        functions.close()
 
 
 def test_a_tool_has_the_limits_of_rewards(functions):
