@@ -31,6 +31,8 @@ from lorafusion_jax.session.move import transfer
 from lorafusion_jax.session.processes import answers_of_all, coordinator_address, is_alone
 
 SOCKETS = 4  # a transfer is split over these
+# An array goes in parts, so that copies from and to the devices run beside the sockets. jax's 256 MiB never split one.
+PART_BYTES = 4 << 20
 PROCESS_BITS = 32  # position of the receiver's number in the number of a message
 
 
@@ -52,7 +54,9 @@ class Wire:
 
     def __init__(self, device: Any):
         address = _reachable_address()
-        self._server = start_transfer_server(device.client, _at(address), [_at(address)] * SOCKETS)
+        self._server = start_transfer_server(
+            device.client, _at(address), [_at(address)] * SOCKETS, transfer_size=PART_BYTES
+        )
         self._addresses = answers_of_all(self._server.address())
         self._connections: dict[int, Any] = {}
         self._lock = threading.Lock()
