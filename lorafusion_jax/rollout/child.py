@@ -21,10 +21,12 @@ from typing import Any
 LARGEST_ANSWER = 64 << 20  # bytes, of an address or a function
 
 
-def main(memory_bytes: int, disk_bytes: int) -> None:
+def main(folder: str, memory_bytes: int, disk_bytes: int) -> None:
+    # Only now: what the caller finds from its own folder has been imported, or is on the path.
+    os.chdir(folder)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    tempfile.tempdir = str(Path.cwd())
+    tempfile.tempdir = folder
     for limit, value in (("RLIMIT_AS", memory_bytes), ("RLIMIT_FSIZE", disk_bytes), ("RLIMIT_CORE", 0)):
         _, most = resource.getrlimit(getattr(resource, limit))
         within = value if most == resource.RLIM_INFINITY else min(value, most)
@@ -118,4 +120,4 @@ def _described(problem: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -91,13 +91,10 @@ class Functions:
         limits = [int(self._settings.memory_gb * 2**30), self._disk_bytes]
         with Path(os.devnull if self._log is None else self._log).open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lorafusion_jax.rollout.child", *map(str, limits)],
+                [sys.executable, "-m", "lorafusion_jax.rollout.child", self._scratch, *map(str, limits)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                cwd=self._scratch,
-                # The folder is another, so packages that were found from here would be gone.
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
                 start_new_session=True,  # what it starts ends with it
             )
         return self._process

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -105,11 +104,12 @@ def test_what_goes_wrong_is_named_and_the_next_call_works(functions, name, says)
 
 
 def test_functions_import_what_the_caller_can(tmp_path, monkeypatch):
-    (tmp_path / "weights_of_words.py").write_text("GOOD = 3.0")
-    (tmp_path / "code.py").write_text("def good(completions):\n import weights_of_words as w\n return [w.GOOD] * 3")
+    (tmp_path / "words.py").write_text("GOOD = 3.0")
+    folder = tmp_path / "rewards"
+    folder.mkdir()
+    (folder / "code.py").write_text("import words\ndef good(completions): return [words.GOOD] * len(completions)")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *sys.path])  # as `python -m` has it
-    functions = Functions(RolloutSettings(), tmp_path)
+    functions = Functions(RolloutSettings(), folder)
     try:
         assert reward(functions, "code.py:good").tolist() == [3.0, 3.0, 3.0]
     finally:

@@ -173,12 +173,13 @@ def test_together_is_as_alone(together, train):
     assert rewards[0] == rewards[1]
 
 
-def test_an_adapter_whose_reward_fails_stops_alone(together):
+def test_an_adapter_whose_reward_fails_stops_alone(together, folder):
     broken = together.adapters["broken"]
     assert broken["status"] == "failed"
     assert broken["step"] == 1
     (event,) = [row for row in read_rows(together.folder / "events.jsonl") if row["kind"] == "adapter-failed"]
-    assert "rewards.py:broken_later failed: ValueError: no judge today, line 11 of rewards.py" in event["reason"]
+    line = 1 + (folder / "rewards.py").read_text().splitlines().index('        raise ValueError("no judge today")')
+    assert f"rewards.py:broken_later failed: ValueError: no judge today, line {line} of rewards.py" in event["reason"]
     assert exported(together.folder, "broken")  # its first step
     assert together.adapters["ppo"]["status"] == together.adapters["sft"]["status"] == "done"
 
