@@ -26,15 +26,24 @@ SOURCES |= {
     "is part of": EACH + "{{ '!' if m.content in 'abc' }}" + WRITES + END,
     "looks into a sum": EACH + "{% set t = m.role + m.content %}{{ t.split('a')[0] }}\n" + END,
     "writes a message": EACH + "{{ m.role }}: {{ m | tojson }}\n" + END,
+    "asks for an attribute": EACH + "{{ '!' if m.content.text is defined or m.content.joined }}" + WRITES + END,
+    "strips by content": EACH + "{{ 'say yes a' | trim(m.content) }}" + WRITES + END,
+    "joins values": EACH + "{% set t = ''.join(m.values()) %}{{ '!' if t[-3:] == 'yes' }}" + WRITES + END,
+    "selects": "{{ messages | reverse | selectattr('content', 'in', 'abc') | list | length }}" + EACH + WRITES + END,
+    "is the same": EACH + "{{ '!' if m.content is sameas 'a' }}" + WRITES + END,
+    "looks up": EACH + "{{ {'a': '!', 'yes': '?'}[m.content] }}" + WRITES + END,
+    "own end": EACH + "{{ m.role ~ ': ' ~ m.content ~ '\n# End\n\n' }}" + END,
+    "around": EACH + "{{ m.role ~ ': <' ~ m.content ~ '>\n' }}" + END,
     "measures itself": "{% set t %}" + EACH + WRITES + END + "{% endset %}{{ t | length }}{{ t }}",
 }
 WORDS = ["a", "yes", "<", ">", "<think>", "</think>", "\n", "  ", "<|im_", "end|>", "<|im_end|>", "</s>", "é", "|"]
+WORDS += ["# End", "# End\n# End", "/s"]
 STOPS = ("<|im_end|>", "</s>", "<|eot_id|>")
 
 
 def draw_text(draw):
     text = "".join(draw.choices(WORDS, k=draw.randint(1, 4)))
-    return draw.choice((text, f"plain words {draw.random()}", f" {text}", "A", "a"))
+    return draw.choice((text, draw.choice(WORDS), f"plain words {draw.random()}", f" {text}", "A", "a"))
 
 
 def draw_conversations(seed):
@@ -69,7 +78,15 @@ def test_both_ways_are_equal(name, monkeypatch):
     assert ours == [rendered(template, messages, way) for messages in cases for way in ways]
 
 
+def test_an_empty_list_of_tools_is_not_none():
+    template = ChatTemplate(source="{{ 'tools' if tools is not none }}" + EACH + WRITES + END)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert template.render_answers(messages, tools=[]).text == template.render(messages, tools=[])
+
+
 QUICK = {
+    "own end",
+    "around",
     "asks what is in it",
     "turns",
     "default system and tools",

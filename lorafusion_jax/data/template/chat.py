@@ -191,7 +191,7 @@ class ChatTemplate:
         Args:
             key: what `use` returns a `Rendered` of, besides the conversation (None: it returns something else).
         """
-        if key is not None and not tools and not variables and (shape := shape_of(messages)) is not None:
+        if key is not None and tools is None and not variables and (shape := shape_of(messages)) is not None:
             pattern = self._pattern(shape, use, key)
             if pattern is not None and (rendered := pattern.fill(shape)) is not None:
                 return rendered  # pyright: ignore[reportReturnType]
@@ -212,11 +212,11 @@ class ChatTemplate:
     def _pattern(self, shape: Shape, use: Callable[[Conversation], Any], key: tuple[Any, ...]) -> Pattern | None:
         """Returns the text of all conversations of a shape; None if it depends on more of their contents."""
         full = key, shape.key
-        if full not in self._skeletons:
-            if len(self._skeletons) == MOST_SHAPES:
+        if (pattern := self._skeletons.get(full, full)) is full:  # read once: another thread may clear them
+            if len(self._skeletons) >= MOST_SHAPES:
                 self._skeletons.clear()
-            self._skeletons[full] = self._new_pattern(shape, use)
-        return self._skeletons[full]
+            pattern = self._skeletons[full] = self._new_pattern(shape, use)
+        return pattern
 
     def _new_pattern(self, shape: Shape, use: Callable[[Conversation], Any]) -> Pattern | None:
         _, _, _, reads, looks = compile_template(self.source)

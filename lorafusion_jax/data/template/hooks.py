@@ -27,6 +27,7 @@ class RenderState(threading.local):
 
     def __init__(self):
         self.budget = Budget()
+        self.hides = False  # contents are hidden from the template
         self.turns: dict[int, int] | None = None  # identity of a message → its number; None: no marks
         self.loops: list[int | None] = []  # current message of each open loop
 

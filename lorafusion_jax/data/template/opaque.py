@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
+
+from jinja2 import Undefined
 
 ON_TEXT = frozenset(("trim", "default", "d", "string"))  # filters that do not look into a text, ...
 ON_LIST = frozenset(("length", "count", "list", "first", "last", "reverse", "default", "d"))  # ... and into a list
+ON_TYPE = frozenset(  # tests that do not look into a text
+    ("defined", "undefined", "none", "boolean", "true", "false", "integer", "float", "number", "string", "mapping")
+) | {"sequence", "iterable", "callable"}
 
 
 class Inspected(Exception):
@@ -101,6 +106,8 @@ def _refuse(self: Any, *arguments: Any, **options: Any) -> NoReturn:
     raise Inspected
 
 
+# A class with `__eq__` has no hash: jinja2 would take that for a key that is missing.
+setattr(Opaque, "__hash__", _refuse)  # noqa: B010
 KEPT = {"__new__", "__init__", "__getattribute__", "__class__", "__doc__", "__dir__", "__setattr__", "__delattr__"}
 for _name in dir(str):
     if _name not in KEPT and _name not in vars(Opaque) and not _name.endswith(("subclass__", "subclasshook__")):
@@ -108,14 +115,15 @@ for _name in dir(str):
 
 
 def holds_hidden(value: Any) -> bool:
-    """Whether a value is or contains an `Opaque`."""
-    if isinstance(value, list | tuple):
-        return any(map(holds_hidden, value))
-    return any(map(holds_hidden, value.values())) if isinstance(value, dict) else isinstance(value, Opaque)
+    """Whether a value is or may contain an `Opaque`: an iterator may, and a view of a dict."""
+    if isinstance(value, list | tuple | dict):
+        return any(map(holds_hidden, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Opaque) or (isinstance(value, Iterable) and not isinstance(value, str | range | Undefined))
 
 
 def check_filter(name: str, arguments: Sequence[Any]) -> None:
     """Raises `Inspected` if a filter of a template may look into a content."""
-    for value in arguments:
-        if holds_hidden(value) and name not in (ON_TEXT if isinstance(value, Opaque) else ON_LIST):
+    for number, value in enumerate(arguments):
+        allowed = ON_TEXT if isinstance(value, Opaque) else ON_LIST
+        if holds_hidden(value) and (name not in allowed or (name == "trim" and number)):
             raise Inspected

@@ -27,7 +27,7 @@ from lorafusion_jax.data.template.budget import (
     check_widths,
 )
 from lorafusion_jax.data.template.hooks import RESERVED, Hooks, Instrument, RenderState
-from lorafusion_jax.data.template.opaque import Inspected, Opaque, check_filter, holds_hidden
+from lorafusion_jax.data.template.opaque import ON_TYPE, Inspected, Opaque, check_filter, holds_hidden
 
 # Some templates print the date. Their clock is fixed, so that a plan has the same tokens on every day.
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
@@ -55,6 +55,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: self._charge_calls(name, function) for name, function in self.filters.items()}
         for name in ("iterable", "sequence"):
             self.tests[name] = _true_of_texts(self.tests[name])
+        self.tests |= {name: self._hide_from(test) for name, test in self.tests.items() if name not in ON_TYPE}
         self.globals.pop("lipsum")
         self.globals.update(raise_exception=_raise_exception, strftime_now=TEMPLATE_DATE.strftime)
 
@@ -85,6 +86,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         budget.value([values.get("messages"), values.get("tools")])
         num_characters = CHARACTERS - budget.characters
         self.state.budget = Budget(num_characters)
+        self.state.hides = holds_hidden(values.get("messages"))
         self.state.turns = None if marked is None else {id(message): turn for turn, message in enumerate(marked)}
         self.state.loops = []
         return template.render(values)
@@ -111,8 +113,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, Hooks):
             return obj(*args, **{key: value for key, value in kwargs.items() if key == "caller"})
-        if obj not in (Namespace, dict) and (holds_hidden(args) or holds_hidden(kwargs)):
-            raise Inspected
+        if obj not in (Namespace, dict):
+            self._check_hidden(args, kwargs)
         self.state.budget.step()
         if isinstance(owner, str | bytes):
             self._check_arguments(obj.__name__, (owner, *args), kwargs, method=True)
@@ -125,7 +127,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.state.budget.value(result)
         return result
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if isinstance(obj, Opaque) and not hasattr(str, attribute):
+            raise Inspected
+        return super().getattr(obj, attribute)
+
     def getitem(self, obj: Any, argument: Any) -> Any:
+        if isinstance(argument, Opaque):
+            raise Inspected
         result = super().getitem(obj, argument)
         if isinstance(argument, slice):
             self.state.budget.step(len(result) if isinstance(result, Sized) else 0)
@@ -135,11 +144,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.state.budget.value(value)
         return value.text if isinstance(value, Opaque) else value
 
+    def _check_hidden(self, *arguments: Any) -> None:
+        if self.state.hides and holds_hidden(arguments):
+            raise Inspected
+
+    def _hide_from(self, test: Callable) -> Callable:
+        @functools.wraps(test)
+        def limited(*args, **kwargs):
+            self._check_hidden(args, kwargs)
+            return test(*args, **kwargs)
+
+        return limited
+
     def _charge_calls(self, name: str, function: Callable) -> Callable:
         @functools.wraps(function)  # keeps jinja2's attributes of filters, e.g. that they take the environment
         def limited(*args, **kwargs):
             self.state.budget.step()
-            check_filter(name, (*args, *kwargs.values()))
+            if self.state.hides:
+                check_filter(name, (*args, *kwargs.values()))
             self._check_arguments(name, args, kwargs, method=False)
             result = function(*args, **kwargs)
             if isinstance(result, str | list | tuple | dict):

@@ -150,7 +150,7 @@ class Rule:
     @classmethod
     def of(cls, asked: Sequence[Asked], tokens: Sequence[str], skeleton: Skeleton, shape: Shape) -> Rule:
         closings = [
-            (number, literal.strip())
+            (number, literal)
             for number, literal in zip(skeleton.numbers, skeleton.literals[1:], strict=True)
             if shape.key[number][0] == "assistant" and literal.strip()
         ]
@@ -168,13 +168,13 @@ class Rule:
             if content is not None and (
                 content.startswith(self.starts)
                 or content.endswith(self.ends)
-                or any(token in content for token in self.tokens)
+                or any(token in content or content in token for token in self.tokens)
             ):
                 return False
         for number, closing in self.closings:
             content = shape.contents[number]
             assert content is not None
-            if content in closing or closing in content:
+            if closing.strip() in content or (content + closing).rfind(content):  # it is looked for from behind
                 return False
         return all(self._answers(asked, shape) for asked in self.asked)
 
