@@ -292,6 +292,8 @@ def ineffective(config: schema.JobConfig) -> list[str]:
     notes = []
     if (resident := config.train.resident) is not None and resident >= len(config.adapters):
         notes.append(f"train.resident={resident} has no effect: the job has {len(config.adapters)} adapters")
+    elif resident is not None and config.train.places:
+        notes.append("train.places has no effect with train.resident: adapters that join take turns, too")
     for adapter in config.adapters:
         optim = adapter.optim
         fields = type(optim).model_fields

@@ -80,8 +80,9 @@ class _State:
         due: with `shares`, the slot in which the job goes first.
         free: sorted entries of jobs that may run.
         waiting: heap of (slot, job): the job may run from that slot on.
-        turns: (job, its batches before it rests or ends) of those that are still to open, last first.
+        turns: (level, job, its batches before it rests or ends) of those that are still to open, last first.
         until: of each open job, the batches before it rests or ends.
+        level: rests that lie before the open jobs. One more opens after the last of them has come to its rest.
     """
 
     def __init__(self, problem: Problem, ahead: Sequence[float], choose: Choose, *, shares: Shares | None = None):
@@ -108,15 +109,18 @@ class _State:
         self.ready, self.turns = list(problem.ready), _turns(problem)
         self.waiting: list[tuple[int, int]] = []
         self.until: dict[int, int] = {}
+        self.level = 0
         self.open(0)
 
     def open(self, slot: int) -> None:
         """Lets the next jobs run from a slot on, as far as they may be open together."""
         for number in reversed(range(len(self.turns))):
-            if len(self.until) == self.problem.most_open:
+            level, job, end = self.turns[number]
+            if len(self.until) == self.problem.most_open or (self.until and level > self.level):
                 break
-            if self.turns[number][0] not in self.until:  # it may not have come to its rest yet
-                job, self.until[job] = self.turns.pop(number)
+            if job not in self.until:  # it may not have come to its rest yet
+                del self.turns[number]
+                self.level, self.until[job] = level, end
                 heappush(self.waiting, (max(slot, self.ready[job]), job))
 
     def add_free(self, job: int, *, begun: bool) -> None:
@@ -225,15 +229,16 @@ def _next_batch(problem: Problem, state: _State, job: int, slot: int) -> None:
         heappush(state.waiting, (state.ready[job], job))
 
 
-def _turns(problem: Problem) -> list[tuple[int, int]]:
+def _turns(problem: Problem) -> list[tuple[int, int, int]]:
     """The jobs to open, last first: between two rests those that have begun, then those with the most tokens left."""
     turns: list[tuple[tuple[int, bool, int, int], int]] = []
+    all_rests = problem.rests if problem.most_open else ()
     for number, (job, batches) in enumerate(zip(problem.jobs, problem.batches, strict=True)):
         if not batches:
             continue
         first, left = job.batch_of(batches[0].positions[0]), sum(batch.total for batch in batches)
         fresh = sum(len(batch.positions) for batch in batches) == job.num_samples
-        rests = [rest - first for rest in problem.rests if problem.most_open and 0 < rest - first < len(batches)]
-        level = sum(rest <= first for rest in problem.rests)
+        rests = [rest - first for rest in all_rests if 0 < rest - first < len(batches)]
+        level = sum(rest <= first for rest in all_rests)
         turns += [((level + more, fresh, -left, number), end) for more, end in enumerate([*rests, len(batches)])]
-    return [(order[-1], end) for order, end in sorted(turns, reverse=True)]
+    return [(order[0], order[-1], end) for order, end in sorted(turns, reverse=True)]

@@ -309,6 +309,11 @@ def test_settings_without_effect_are_named(tmp_path):
     assert ineffective(config) == [f"law: lora.{key} has no effect with kind vera" for key in ("alpha", "rslora")]
     config = load_config(write(tmp_path, SMALL + "priority: -3\n"))
     assert ineffective(config) == ["law: priority=-3 has no effect in a run: a service orders jobs by it"]
+    two = SMALL.replace("adapters:", "adapters:\n  - {name: med, data: {train: x.jsonl}}", 1)
+    config = load_config(write(tmp_path, two + "train: {resident: 1, places: {8: 1}}\n"))
+    assert [note for note in ineffective(config) if "places" in note] == [
+        "train.places has no effect with train.resident: adapters that join take turns, too"
+    ]
 
 
 def test_init_prints_a_valid_job(tmp_path):
