@@ -681,21 +681,28 @@ def test_the_examples_learn():
 
 
 @pytest.mark.nightly
-def test_samples_in_bfloat16_are_near_forward():
-    base = examples_directory() / "base"
+def test_samples_in_bfloat16_are_as_exact_as_forward(tmp_path):
+    """What bfloat16 costs depends on the weights, so the measure is what it costs `forward` on the same rows."""
+    base, prompt, exact = str(examples_directory() / "base"), TOKENS[0][:4], "float32"
     options = {"rank": 8, "targets": TARGETS, "batch": {"capacity_tokens": 512, "tile_tokens": 32}}
-    with lf.training_client({"model": str(base), "dtype": "bfloat16"}, **options) as client:
-        for _ in range(4):
-            client.forward_backward(data())
-            client.optim_step(learning_rate=1e-2)
-        sampler, prompt = client.save_weights_and_get_sampling_client(), TOKENS[0][:4]
-        samples = sampler.sample(prompt, 16, max_tokens=24, seed=0, temperature=1.0, stop=[]).result()
-        wholes = [[*prompt, *sample.tokens] for sample in samples]
-        rows = [lf.Datum(model_input=t[:-1], loss_fn_inputs={"target_tokens": t[1:]}) for t in wholes]
-        outputs = client.forward(rows).result().loss_fn_outputs
-    gaps = [
-        np.abs(output["logprobs"][len(prompt) - 1 :] - np.array(sample.logprobs))
-        for sample, output in zip(samples, outputs, strict=True)
-    ]
-    assert np.median(gaps) <= 2e-3
-    assert np.max(gaps) <= 2e-2
+    logprobs = {}
+    for dtype in ("bfloat16", exact):
+        with lf.training_client({"model": base, "dtype": dtype}, **options) as client:
+            if dtype == exact:
+                client.load_state(tmp_path / "state").result()
+            else:
+                for _ in range(4):
+                    client.forward_backward(data())
+                    client.optim_step(learning_rate=1e-2)
+                client.save_state(tmp_path / "state").result()
+                sampler = client.save_weights_and_get_sampling_client()
+                samples = sampler.sample(prompt, 16, max_tokens=24, seed=0, temperature=1.0, stop=[]).result()
+                wholes = [[*prompt, *sample.tokens] for sample in samples]
+                logprobs["sampler"] = np.array([sample.logprobs for sample in samples])
+            rows = [lf.Datum(model_input=t[:-1], loss_fn_inputs={"target_tokens": t[1:]}) for t in wholes]
+            outputs = client.forward(rows).result().loss_fn_outputs
+            logprobs[dtype] = np.array([output["logprobs"][len(prompt) - 1 :] for output in outputs])
+    sampled, forwarded = (np.abs(logprobs[name] - logprobs[exact]) for name in ("sampler", "bfloat16"))
+    assert np.median(forwarded) > 1e-4  # so the rows are those of two dtypes
+    assert np.median(sampled) <= 1.5 * np.median(forwarded)
+    assert np.sqrt(np.mean(sampled**2)) <= 1.5 * np.sqrt(np.mean(forwarded**2))
