@@ -87,14 +87,16 @@ def read_rows(file: Path) -> dict[str, dict]:
     return {row["case"]: row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
 
 
-GOLDEN = read_rows(Path(__file__).parent / "models" / "golden.jsonl")
+MODELS = Path(__file__).parent / "models"
+GOLDEN = read_rows(MODELS / "golden.jsonl")
+DRAWN = read_rows(MODELS / CASES_FILE)  # of other families
 HOME = TemporaryDirectory(prefix="golden-models-")  # of this process
 
 
 @cache
 def golden(case: str) -> Path:
-    """The folder of a model of golden.jsonl, with `adapter`, which is drawn where a process first asks for it."""
-    return write(GOLDEN[case], Path(HOME.name) / case)
+    """The folder of a model of either file, with `adapter`, which is drawn where a process first asks for it."""
+    return write((GOLDEN | DRAWN)[case], Path(HOME.name) / case)
 
 
 def golden_tokens(case: str) -> np.ndarray:

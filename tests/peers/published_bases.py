@@ -20,6 +20,15 @@ TOWERS = {  # the smallest that transformers makes
     "gemma3": {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 1},
     "gemma4": {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8},
     "gemma4_unified": {},
+    "llama4": {
+        "image_size": 28,
+        "patch_size": 14,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vision_output_dim": 8,
+        "projector_input_dim": 8,
+        "projector_output_dim": 8,
+    },
     "mistral3": {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8},
     "qwen3_5": {"depth": 1, "num_heads": 1, "num_position_embeddings": 16},
     "qwen3_5_moe": {"depth": 1, "num_heads": 1, "num_position_embeddings": 16},
@@ -39,9 +48,12 @@ def make(text_folder: str, model_type: str, folder: str) -> None:
     config = transformers.AutoConfig.for_model(model_type, **settings)
     torch.manual_seed(0)
     whole = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    whole.model.language_model.load_state_dict(text.model.state_dict())
-    if not text.config.tie_word_embeddings:
-        whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    if model_type == "llama4":
+        whole.language_model.load_state_dict(text.state_dict())
+    else:
+        whole.model.language_model.load_state_dict(text.model.state_dict())
+        if not text.config.tie_word_embeddings:
+            whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(folder)
 
 

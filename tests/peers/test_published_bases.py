@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lorafusion_jax.families.multimodal import WRAPPERS, auto_class
+from lorafusion_jax.families.multimodal import WRAPPERS, auto_class, root_in_peft
 from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.peft.folder import read_adapter, write_adapter
@@ -37,10 +37,10 @@ TEXT = (
     "gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite_groups", "deepseek_v3_experts", "qwen3_next",
     "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
-WHOLE = {  # a multimodal model → the golden model that is its text part
+WHOLE = {  # a multimodal model → the golden or drawn model that is its text part
     "gemma3": "gemma3", "gemma3 windows": "gemma3_all_windows", "gemma4": "gemma4", "gemma4 experts": "gemma4_experts",
     "gemma4 per layer": "gemma4_per_layer", "gemma4_unified": "gemma4_unified", "mistral3": "mistral_window",
-    "mistral3 ministral": "ministral3", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe",
+    "mistral3 ministral": "ministral3", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe", "llama4": "llama4",
 }  # fmt: skip
 CLASSES = {"mistral4": "Mistral4ForCausalLM"}  # of which transformers has no Auto class
 CASES = {case: case for case in TEXT} | {f"whole {name}": case for name, case in WHOLE.items()}
@@ -72,7 +72,8 @@ def computed(tmp_path_factory):
         base, model = str(bases[name]), ModelConfig.from_hf(bases[name])
         assert bool(model.wrapper) == (name != case) or name in FORWARD.values()
         spec, arrays = read_adapter((bases[case] if name == case else golden(case)) / "adapter")
-        folder = write_adapter(arrays, spec, base, home / "adapters" / name, multimodal=bool(model.wrapper))
+        whole = {"multimodal": bool(model.wrapper), "root": root_in_peft(model.wrapper)}
+        folder = write_adapter(arrays, spec, base, home / "adapters" / name, **whole)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the towers that are left out
             merge_arrays(base, spec, arrays, home / "merged" / name)
@@ -116,7 +117,7 @@ def test_stored_results_are_those_of_installed_transformers(case):
 
 
 def test_every_family_and_every_multimodal_model_is_among_them():
-    families = {ModelConfig.from_hf(GOLDEN[case]["config"]).family for case in CASES.values()}
+    families = {ModelConfig.from_hf(GOLDEN[case]["config"]).family for case in TEXT}
     assert families | {*FORWARD} == set(FAMILIES)
     wrappers = {ROWS[case]["config"]["model_type"] for case in FORWARD.values()} & {*WRAPPERS}
     assert {name.split()[0] for name in WHOLE} | wrappers == set(WRAPPERS)
