@@ -240,12 +240,12 @@ def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]
     rates, ranks, batches = (["1e-4", "2e-4", "4e-4", "8e-4"], [4, 8, 16, 32], [1, 4, 8, 16])
     if options.small:
         rates, ranks, batches = rates[:2], [2], [4, 8]
-    rows, tokens = (32, 16) if options.small else (48, 540)
+    rows, tokens = (32, 16) if options.small else (32, 540)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         base, vocab = _base(folder, options.small), (SMALL if options.small else SHAPE)["vocab_size"]
         draw = np.random.default_rng(0)
-        lengths = draw.lognormal(np.log(tokens) - 0.2, 0.62, rows + 8).clip(8, 4 * tokens).astype(int)
+        lengths = draw.lognormal(np.log(tokens) - 0.2, 0.62, rows + 4).clip(8, 4 * tokens).astype(int)
         data = [json.dumps({"input_ids": draw.integers(300, vocab, length).tolist()}) for length in lengths]
         (folder / "train.jsonl").write_text("\n".join(data[:rows]))
         (folder / "eval.jsonl").write_text("\n".join(data[rows:]))
@@ -271,7 +271,7 @@ def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]
 
 def _search_run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
-    run = _train(job, folder)
+    run = _train(job, folder, progress=True)  # long enough to look at
     finished = next(row for row in read_rows(run.folder / "events.jsonl") if row["kind"] == "finished")
     steps = [row["time"] for row in read_rows(run.folder / "metrics.jsonl") if row["kind"] == "step"]
     plan = RunFolder(run.folder).read_plan()
@@ -285,10 +285,10 @@ def _search_run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def _train(job: dict[str, Any], folder: Path) -> lf.Run:
+def _train(job: dict[str, Any], folder: Path, *, progress: bool = False) -> lf.Run:
     path = folder.parent / "job.yaml"
     path.write_text(json.dumps(job))  # JSON is YAML
-    run = lf.train(lf.load_job(path), folder, progress=False)
+    run = lf.train(lf.load_job(path), folder, progress=progress)
     gc.collect()  # the next run needs the memory
     return run
 
