@@ -1,13 +1,17 @@
 """Do many small adapters train as fast as a few on one card?
 
     python -m benchmarks.thousand --out results/thousand --budget 200      # one H200, Llama-3.1-8B's shape
+    python -m benchmarks.thousand --out results/thousand --adapters 4096 --rank 4
     python -m benchmarks.thousand --out /tmp/try --small                   # in miniature on a CPU
 
 Rows of `thousand.jsonl`:
     {"part": "microbatch", ...}  seconds of a microbatch with 8 adapters and with 64, of as many rows
-    {"part": "turns", ...}       useful tokens per second of 4 adapters, and of 1 024 that take turns in 64 places on
-                                 the same rows: each takes a step, leaves, and comes again for the next. Seconds of
-                                 moving are in it, and apart in `moving_s`; the first round also draws first weights.
+    {"part": "few", ...}         useful tokens per second of 4 adapters
+    {"part": "first", ...}       of many on the same rows that take turns in 64 places: the first step of each, for
+                                 which its weights are drawn
+    {"part": "later", ...}       each leaves after its first step and comes again with its moments: the most moving.
+                                 `of_few` is the ratio to the tokens per second of 4
+`moving_s` is how long the host moved adapters, while the devices worked on; `peak_bytes` the memory of the card so far.
 One session does all of it. Weights of the base and words are random; seconds of each round are bounded.
 """
 
@@ -23,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conditions import conditions
-from benchmarks.harness import write_within_budget
+from benchmarks.harness import add_row, command_line
 from benchmarks.random_job import SHAPE, SMALL
 from benchmarks.starting import write_base
 from lorafusion_jax.config.load import parse_config
@@ -46,22 +50,38 @@ BUDGET = 200.0
 
 
 def main() -> int:
-    return write_within_budget("thousand", __doc__ or "", BUDGET, measure)
+    parser = command_line(__doc__)
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds; nothing new starts after them")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
+    parser.add_argument("--adapters", type=int, default=1024)
+    parser.add_argument("--rank", type=int, default=8)
+    options = parser.parse_args()
+    stop = time.monotonic() + options.budget
+    for row in measure(options.small, options.adapters, options.rank):
+        add_row(options.out / "thousand.jsonl", row)
+        if time.monotonic() > stop:
+            break
+    return 0
 
 
-def measure(small: bool) -> Iterator[dict[str, Any]]:
+def measure(small: bool, many: int, rank: int) -> Iterator[dict[str, Any]]:
     prepare_machine()
-    many, places = (24, 16) if small else (1024, 64)
+    many, places = (24, 16) if small else (many, 64)
     with tempfile.TemporaryDirectory() as name:
         write_base(Path(name) / "base", SMALL if small else SHAPE, (SMALL if small else SHAPE)["num_layers"])
-        training = Training(write_inputs(Path(name), small, many, places))
+        training = Training(write_inputs(Path(name), small, many, places, rank))
         yield {"part": "microbatch", **microbatches(training, places), **conditions()}
-        yield {"part": "turns", **turns(training, "few", places), **conditions()}
-        yield {"part": "turns", **turns(training, "user", places), **conditions()}
+        few_rate = 0.0
+        for group in ("few", "user"):
+            for row in turns(training, group, places):
+                few_rate = few_rate or row["tokens_per_s"]
+                peak = training.session.facts.peak_bytes
+                of_few = row["tokens_per_s"] / few_rate
+                yield {**row, "rank": rank, "of_few": of_few, "peak_bytes": peak, **conditions()}
         training.session.close()
 
 
-def write_inputs(folder: Path, small: bool, many: int, places: int) -> JobConfig:
+def write_inputs(folder: Path, small: bool, many: int, places: int, rank: int) -> JobConfig:
     """A job of many adapters with two batches each, and of a few with as many rows of the same lengths."""
     draw, entries = np.random.default_rng(0), []
     (capacity, tile), scale = ((512, 16), 0.1) if small else ((8192, 128), 1.0)
@@ -79,7 +99,7 @@ def write_inputs(folder: Path, small: bool, many: int, places: int) -> JobConfig
     job = {
         "base": {"model": str(folder / "base")},
         "batch": {"capacity_tokens": capacity, "tile_tokens": tile, "global_samples": BATCH},
-        "lora": {"rank": 8, "dropout": 0.0, "targets": TARGETS},
+        "lora": {"rank": rank, "dropout": 0.0, "targets": TARGETS},
         "train": {"resident": places},
         "adapters": entries,
     }
@@ -108,15 +128,16 @@ class Training:
             return slot >= end or not session.holds(names[slot]) or time.perf_counter() - began > seconds
 
         session.loop.hooks = SlotHooks(must_pause=must_pause)
+        session.send_ahead(uses, first)
         todo = [event for event in issue_order(one_forward_one_backward(plan), 1) if event.slot >= first]
         while todo:
             todo = session.run(todo, plan.slots.__getitem__, batches.of)
-            session.drain()
             slot = todo[0].slot if todo else plan.num_slots
             if slot >= end or time.perf_counter() - began > seconds:
+                session.drain()
                 return slot, time.perf_counter() - began
             before, held = time.perf_counter(), set(session.index)
-            session.hold(uses.wanted(slot, session.index, session.num_places))
+            session.take_places(uses, slot)
             self.moves += len(session.index.keys() - held)
             self.moving_s += time.perf_counter() - before
         return plan.num_slots, time.perf_counter() - began
@@ -155,10 +176,11 @@ def microbatches(training: Training, places: int) -> dict[str, Any]:
     return result | {"ratio": result["many_s"] / result["few_s"]}
 
 
-def turns(training: Training, group: str, places: int) -> dict[str, Any]:
-    """Trains the adapters of a group; where they are more than places, they leave after each step."""
+def turns(training: Training, group: str, places: int) -> Iterator[dict[str, Any]]:
+    """Trains the adapters of a group; where they are more than places, they leave after each step. Yields rounds."""
     jobs = [job for job in train_jobs(training.config, training.prepared) if job.name.startswith(group)]
     batch, in_turn = training.config.batch, len(jobs) > places
+    began = time.perf_counter()
     plan = make_plan(
         jobs,
         capacity_tokens=batch.sizes,
@@ -168,18 +190,18 @@ def turns(training: Training, group: str, places: int) -> dict[str, Any]:
         most_open=places if in_turn else None,
         rests=(1,) if in_turn else (),
     )
+    plan_s = time.perf_counter() - began
     firsts = [index for index, slot in enumerate(plan.slots) if any(ref.batch == 0 for ref in slot.samples)]
     ends = {"first": firsts[-1] + 1, "later": plan.num_slots} if in_turn else {"few": plan.num_slots}
     tokens = [sum(plan.job_of[ref.adapter].sample_tokens[ref.sample] for ref in slot.samples) for slot in plan.slots]
-    result: dict[str, Any] = {"adapters": len(jobs), "places": places, "slots": plan.num_slots}
     slot, _ = training.run(plan, 0, WARM, 1e9)  # compiles
     for name, end in ends.items():
         training.moving_s, training.moves = 0.0, 0
         reached, took = training.run(plan, slot, end, SECONDS[name])
         figures = {"slots": reached - slot, "tokens_per_s": sum(tokens[slot:reached]) / took, "seconds": took}
-        result[name] = figures | {"moving_s": training.moving_s, "moves": training.moves}
+        figures |= {"moving_s": training.moving_s, "moves": training.moves, "plan_s": plan_s}
+        yield {"part": name, "adapters": len(jobs), "places": places, "slots_of_plan": plan.num_slots, **figures}
         slot = end  # what a round of too many seconds has left is left out
-    return result
 
 
 if __name__ == "__main__":

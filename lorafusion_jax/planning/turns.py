@@ -10,6 +10,9 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.stack import residents
 from scheduling import AdapterJob, Plan
 
+NEAR = 8  # slots in which adapters come together; with twice as many a tenth more of them move
+SOON = 4 * NEAR  # slots in which one that is needed again stays
+
 
 class Turns(TypedDict):
     """Arguments of `make_plan` and `replan`."""
@@ -28,8 +31,8 @@ class NextUses:
     """When the adapters of a plan are needed.
 
     >>> uses = NextUses([{"law"}, {"med"}, {"ore"}, {"law"}])
-    >>> uses.wanted(2, {"law", "med"}, 2), uses.count_moves(2)
-    (['ore', 'law'], 3)
+    >>> uses.wanted(2, {"law", "med"}, 2), uses.coming(0, {"law", "med"}, 2), uses.count_moves(2)
+    (['ore', 'law'], ['ore'], 3)
     """
 
     def __init__(self, adapters_of_slots: Iterable[Iterable[str]]):
@@ -43,15 +46,32 @@ class NextUses:
     def of(cls, plan: Plan) -> NextUses:
         return cls((ref.adapter for ref in slot.samples) for slot in plan.slots)
 
-    def wanted(self, slot: int, resident: Collection[str], most: int) -> list[str]:
-        """Returns who should be in places from a slot on: its adapters, then those in places, then others.
+    def wanted(self, slot: int, resident: Collection[str], most: int, stay: Collection[str] = ()) -> list[str]:
+        """Returns who should be in places from a slot on.
 
-        Among them those that are needed first come first. So one that leaves is needed last of all that could, and
-        places of adapters that have ended take those that come next.
+        First its adapters and those that must stay, then those in places that are needed soon, then others that are
+        needed in the next slots, then the rest; of each those that are needed first. So many come at a time, and one
+        that leaves is needed late.
         """
         after = {name: bisect_left(uses, slot) for name, uses in self._uses.items()}
         uses = {name: self._uses[name][at] for name, at in after.items() if at < len(self._uses[name])}
-        return sorted(uses, key=lambda name: (uses[name] > slot, name not in resident, uses[name]))[:most]
+        uses |= {name: len(self._slots) for name in stay if name not in uses}
+
+        def order(name: str) -> tuple[bool, bool, bool, int]:
+            first, last = uses[name] <= slot or name in stay, slot + (SOON if name in resident else NEAR)
+            return not first, uses[name] > last, name not in resident, uses[name]
+
+        return sorted(uses, key=order)[:most]
+
+    def coming(self, slot: int, resident: Collection[str], most: int) -> list[str]:
+        """Returns who comes to a place at the next slot from this one on that lacks one; first who is needed first."""
+        later = next((at for at in range(slot, len(self._slots)) if not self._slots[at] <= set(resident)), None)
+        wanted = [] if later is None else self.wanted(later, resident, most)
+        return [name for name in wanted if name not in resident]
+
+    def adapters(self, slot: int) -> frozenset[str]:
+        """Returns the adapters of a slot."""
+        return self._slots[slot]
 
     def count_moves(self, most: int) -> int:
         """Counts how often an adapter comes to a place, where `most` are in places at a time."""

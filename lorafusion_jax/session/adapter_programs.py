@@ -43,6 +43,7 @@ class AdapterPrograms:
         self.compiled: dict[tuple[Hashable, ...], Any] = {}
         self._copied: dict[tuple[Hashable, ...], Any] = {}  # shapes of what `copy_state` copies
         self._joined: dict[tuple[Hashable, ...], JoinedLeaves] = {}
+        self._optimizers: dict[tuple[Hashable, ...], Any] = {}  # their shapes
 
     def _jit(
         self, key: tuple[Hashable, ...], function: Callable, *, donate: tuple[int, ...] = (), out: Any = None
@@ -221,6 +222,13 @@ class AdapterPrograms:
         """Computes the initial optimizer state of one adapter with a compiled program."""
         key = ("first optimizer", own_columns, optim.name, *optim.lr_ratios)
         return self._jit(key, partial(self.init_optimizer, own_columns, optim))(adapter, lora)
+
+    def optimizer_shapes(self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves) -> Any:
+        """Returns the shapes of one adapter's optimizer state."""
+        key = own_columns, optim.name, *optim.lr_ratios
+        if key not in self._optimizers:
+            self._optimizers[key] = jax.eval_shape(partial(self.init_optimizer, own_columns, optim), adapter, lora)
+        return self._optimizers[key]
 
     def init_optimizer(self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves) -> Any:
         """Returns the initial optimizer state of one adapter."""

@@ -18,6 +18,7 @@ import numpy as np
 
 PINNED = "pinned_host"
 PART = 64 * 2**20  # bytes of a part on one device
+SPARE = 0.03  # share of a device's memory to leave free, because of fragmentation
 GROUP = 4 * PART  # bytes of parts that are transferred together
 
 
@@ -85,3 +86,11 @@ def _pinned(data: jax.Array) -> jax.Array:
     if any(memory.kind == PINNED for memory in device.addressable_memories()):
         return jax.device_put(data, data.sharding.with_memory_kind(PINNED))
     return data
+
+
+def never_used_bytes(device: Any) -> float:
+    """Returns the bytes of a device that training has never used; infinity if unknown (CPU)."""
+    memory = device.memory_stats() or {}
+    if "bytes_limit" not in memory:
+        return float("inf")
+    return (1 - SPARE) * memory["bytes_limit"] - memory["peak_bytes_in_use"]

@@ -94,10 +94,12 @@ class Loop:
 
     Attributes:
         hooks: of whoever gives the slots.
+        begun: adapters that have had rows since their last step.
     """
 
     def __init__(self, executor: Executor, steps: Steps, index: Mapping[str, int]):
         self._executor, self._steps, self._index, self.hooks = executor, steps, index, SlotHooks()
+        self.begun: set[str] = set()
 
     def run(
         self, events: Sequence[Event], slot_of: Callable[[int], Slot], assemble: Callable[[int], Microbatch]
@@ -132,6 +134,7 @@ class Loop:
                         steps.settle(name)
                         if executor.close_batch(event, name):  # 3. the batch ends
                             steps.issue(name, slot)  # 4. its step
+                            self.begun.discard(name)
                     continue
                 # Taken for skipped slots, too: microbatches come in the order of slots.
                 rows = next(microbatches) if _enters(event) else None
@@ -143,6 +146,7 @@ class Loop:
                     # `admit` has waited until these slots were done, so reading their results costs no further wait.
                     self.report(executor.completed_slots())  # 5. results of earlier slots
                 executor.issue(event, names)  # 2. forward and backward
+                self.begun.update(names if event.kind == "backward" else ())
         finally:
             microbatches.close()
         return later

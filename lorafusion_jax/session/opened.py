@@ -337,7 +337,7 @@ class OpenSession:
         self.executor.wait_dispatched()
         with self.executor.blaming(None, None):
             progress = {name: (task.step, task.source.digest) for name, task in self.tasks.items()}
-            return self._snapshots.take(dict(self.index), progress, self._bank.states)
+            return self._snapshots.take(dict(self.index), progress, self._bank.states())
 
     def load_states(self, states: Mapping[str, AdapterState]) -> None:
         """Continues from the states of a `snapshot`, on this or another layout.
@@ -346,7 +346,7 @@ class OpenSession:
             ValueError: they are not those of these adapters.
         """
         if self._stack.paged:
-            self._bank.states |= states
+            self._bank.keep(states)
             self._vacate([name for name in self.index if name in states])
             return
         load_states(self.stages, states)
@@ -368,6 +368,7 @@ class OpenSession:
             self._reading.cancel()
         if self._spans is not None:
             self._spans.stop()
+        self._bank.close()
         if self._free_places is not None:  # the work of a run may wait for a process that is lost
             self.executor.close()
 

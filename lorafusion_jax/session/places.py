@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
@@ -26,6 +27,7 @@ from lorafusion_jax.session.leaf_layout import LeafLayout
 from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.references import read_reference_folder
 from lorafusion_jax.session.stage import Stage
+from lorafusion_jax.session.stage_state import PlaceArrays
 from lorafusion_jax.session.task import Task
 
 
@@ -141,18 +143,37 @@ class PlaceWriter:
         """Returns the state of a teacher's tokens, if the task's objective compares distributions."""
         return teacher_state(self._config.model_copy(update={"adapters": (task.adapter,)}))
 
-    def write(self, place: int, task: Task, weights: PlaceWeights, objective: int) -> None:
-        """Writes weights and optimizer state into a place. `objective` is its number in the session."""
+    def send(self, task: Task, weights: PlaceWeights) -> list[PlaceArrays]:
+        """Puts the arrays of an adapter onto the devices of all stages, for a later `write`. Any thread may call it."""
+        largest = len(self._places.ranks) - 1  # ranks ascend
+        arrays = (task.adapter, weights.spec, weights.leaves, weights.optimizer)
+        # One adapter's at a time: microbatches go the same way.
+        return jax.block_until_ready([stage.place_arrays(largest, *arrays) for stage in self._stages])
+
+    def write(
+        self, place: int, task: Task, weights: PlaceWeights, objective: int, sent: Sequence[PlaceArrays] | None = None
+    ) -> None:
+        """Writes weights and optimizer state into a place.
+
+        Args:
+            objective: its number in the session.
+            sent: what `send` returned of it.
+        """
         self._table.assign(place, weights.spec, objective)
         for stage in self._distant:
             stage.assign(place, task.adapter, weights.spec)
-        for future in self._executor.read(lambda stage: self._write_stage(stage, place, task, weights)):
+        for future in self._executor.read(lambda stage: self._write_stage(stage, place, task, weights, sent)):
             with self._executor.blaming(None, None, [task.name]):
                 future.result()
 
-    def _write_stage(self, stage: Stage, place: int, task: Task, weights: PlaceWeights) -> None:
+    def _write_stage(
+        self, stage: Stage, place: int, task: Task, weights: PlaceWeights, sent: Sequence[PlaceArrays] | None
+    ) -> None:
         stage.assign(place, task.adapter, weights.spec)
-        stage.write(place, weights.leaves, weights.optimizer)
+        if sent is None:
+            stage.write(place, weights.leaves, weights.optimizer)
+        else:
+            stage.write_arrays(place, sent[self._stages.index(stage)])
         if weights.fresh and adapter_kind(weights.spec.kind).start is not None:
             stage.start_from_base(place)
         steps = _steps_of(weights.spec, task.adapter.optim)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from lorafusion_jax.session.adapter_state import AdapterState
-from lorafusion_jax.session.device_copy import InParts, cut, find_cuts
+from lorafusion_jax.session.device_copy import InParts, cut, find_cuts, never_used_bytes
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.links import Links
 from lorafusion_jax.session.processes import any_process
@@ -25,7 +25,6 @@ from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.state import gather, states_of
 
 CHANGING = ("lora", "sums", "totals", "alive")  # attributes of a stage with arrays of all adapters
-SPARE = 0.03  # share of a device's memory to leave free, because of fragmentation
 
 
 class Snapshot:
@@ -105,7 +104,7 @@ class Snapshots:
 
     def _has_room(self) -> bool:
         if self._free is None:
-            self._free = [min(map(_never_used_bytes, stage.mesh.mesh.local_devices)) for stage in self._stages]
+            self._free = [min(map(never_used_bytes, stage.mesh.mesh.local_devices)) for stage in self._stages]
         copy_bytes = [_device_bytes(_copied_together(stage)) for stage in self._stages]
         return not any_process(any(size > free for size, free in zip(copy_bytes, self._free, strict=True)))
 
@@ -154,11 +153,3 @@ def _cuts(leaf: jax.Array) -> tuple[int, int]:
 def _device_bytes(arrays: Any) -> int:
     """Returns the bytes of the arrays on one device."""
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
-
-
-def _never_used_bytes(device: Any) -> float:
-    """Returns the bytes of a device that training has never used; infinity if unknown (CPU)."""
-    memory = device.memory_stats() or {}
-    if "bytes_limit" not in memory:
-        return float("inf")
-    return (1 - SPARE) * memory["bytes_limit"] - memory["peak_bytes_in_use"]

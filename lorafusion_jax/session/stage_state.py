@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.step import Hyper, unchanging_hyper
 from lorafusion_jax.session import leaves as lv
 from lorafusion_jax.session.adapter_step import Totals
+from lorafusion_jax.session.device_copy import never_used_bytes
 from lorafusion_jax.session.first_weights import first_weights_of
 from lorafusion_jax.session.joined_leaves import JoinedLeaves
 from lorafusion_jax.session.kind_programs import KindPrograms
@@ -96,6 +97,20 @@ class InFlight(NamedTuple):
     residuals: list[Any]
     dy: Carried | None  # on the last stage, from the head
     rows: tuple[Any, Any] | None = None  # tokens and their adapters, where rows of the embedding are trained
+
+
+class PlaceArrays(NamedTuple):
+    """What a place gets on a stage, see `StageState.place_arrays`.
+
+    Attributes:
+        trained: leaves on the devices.
+        constants: leaves on the host.
+        optimizer: its state on the devices (None: the initial one).
+    """
+
+    trained: Leaves
+    constants: Mapping[str, np.ndarray]
+    optimizer: Any
 
 
 class StageState:
@@ -370,32 +385,53 @@ class StageState:
             weights: for all layers of the model.
             optimizer: arrays of its state by path, for all layers (None: the initial state).
         """
+        self.write_arrays(index, self.place_arrays(index, self.settings[index], self._specs[index], weights, optimizer))
+
+    def place_arrays(
+        self,
+        index: int,
+        adapter: AdapterConfig,
+        spec: AdapterSpec,
+        weights: Mapping[str, np.ndarray],
+        optimizer: Mapping[str, np.ndarray] | None,
+    ) -> PlaceArrays:
+        """Puts what `write_arrays` needs onto the devices. Any thread may call it while adapters train.
+
+        Args:
+            index: a place that is large enough for the adapter, whichever it comes to.
+        """
+        columns = self.programs.columns
+        leaves = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items() if name in columns.all}
+        trained = replicate({name: leaf for name, leaf in leaves.items() if name in columns.trained}, self.mesh)
+        constants = {name: leaf for name, leaf in leaves.items() if name in columns.constants}
+        if optimizer is None:
+            return PlaceArrays(trained, constants, None)
+        own = lv.own_columns(columns.trained, index, spec)
+        joined = self.programs.adapters.joined(own, adapter.optim, self.lora)
+        # Only the structure is needed, as the arrays are given: nothing compiles or runs.
+        shapes = self.programs.adapters.optimizer_shapes(own, adapter.optim, self.places[index], self.lora)
+        return PlaceArrays(trained, constants, replicate(self.part_of_state(joined, shapes, optimizer), self.mesh))
+
+    def write_arrays(self, index: int, arrays: PlaceArrays) -> None:
+        """As `write`, of arrays that are on the devices."""
         spec, adapter = self._specs[index], self.places[index]
-        columns = self.programs.columns.trained | self.programs.columns.constants
-        leaves = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items() if name in columns}
-        trained = replicate(
-            {name: leaf for name, leaf in leaves.items() if name in self.programs.columns.trained}, self.mesh
-        )
         # A batch that was closed but not stepped belongs to the weights that are replaced.
         self._gradients.pop(index, None)
         self.lora, self.sums, self.totals, self.alive = self.programs.adapters.write(
-            self.own_columns[index], adapter, self.lora, self.sums, self.totals, self.alive, trained
+            self.own_columns[index], adapter, self.lora, self.sums, self.totals, self.alive, arrays.trained
         )
-        self.constants = self._replaced(self.programs.columns.constants, self.constants, index, leaves)
+        self.constants = self._replaced(self.programs.columns.constants, self.constants, index, arrays.constants)
         self._prepared.mark(index)
-        optim = self.settings[index].optim
-        if optimizer is None:
-            first = self.programs.adapters.first_optimizer(self.own_columns[index], optim, adapter, self.lora)
-            self.optimizers[spec.name] = first
-        else:
-            init = partial(self.programs.adapters.init_optimizer, self.own_columns[index], optim)
-            # Only the structure is needed, as the arrays are given: nothing compiles or runs.
-            shapes = jax.eval_shape(init, adapter, self.lora)
-            self.optimizers[spec.name] = replicate(self.part_of_state(index, shapes, optimizer), self.mesh)
+        self.optimizers[spec.name] = (
+            self.programs.adapters.first_optimizer(
+                self.own_columns[index], self.settings[index].optim, adapter, self.lora
+            )
+            if arrays.optimizer is None
+            else arrays.optimizer
+        )
 
-    def part_of_state(self, index: int, state: Any, arrays: Mapping[str, Any]) -> Any:
+    def part_of_state(self, joined: JoinedLeaves, state: Any, arrays: Mapping[str, Any]) -> Any:
         """Returns an optimizer state of this stage with arrays of the whole model in it, which are given by path."""
-        joined = self.joined(index)
 
         def part(name: str, ndim: int) -> np.ndarray:
             array, leaf = np.asarray(arrays[name]), lv.leaf_of(name)
@@ -447,6 +483,18 @@ class StageState:
     def trainable_arrays(self) -> list[Any]:
         """Returns all arrays that training changes."""
         return [self.lora, self.sums, self.optimizers]
+
+    @property
+    def place_bytes(self) -> int:
+        """Bytes of the largest adapter's weights and of a state of its optimizer with two moments, on a device."""
+        columns, shapes = self.programs.columns.trained, self.leaf_shapes
+        own = lv.own_columns(columns, len(self._specs) - 1, self._specs[-1])
+        return 12 * sum(prod(lv.own_shape(shapes[name], columns[name], width)) for name, width in own)
+
+    @property
+    def free_bytes(self) -> float:
+        """Bytes that training has never used on the fullest device; infinity if unknown (CPU)."""
+        return min(map(never_used_bytes, self.mesh.mesh.local_devices))
 
     def count_elements(self) -> dict[str, int]:
         """Counts the elements stored for training on one replica: weights, gradients, moments."""

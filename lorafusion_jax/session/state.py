@@ -131,7 +131,9 @@ def load_states(stages: Sequence[AnyStage], states: Mapping[str, AdapterState]) 
         stage.take_weights({name: state.weights for name, state in states.items()})
         stage.sums = to_devices(lv.stack_adapters(columns, sums, shapes, lead=lv.SUMS), mesh)
         optimizers = {
-            spec.name: stage.part_of_state(place, stage.optimizers[spec.name], states[spec.name].optimizer)
+            spec.name: stage.part_of_state(
+                stage.joined(place), stage.optimizers[spec.name], states[spec.name].optimizer
+            )
             for place, spec in stage.occupied
         }
         stage.optimizers = replicate(optimizers, mesh)

@@ -206,6 +206,7 @@ class PlanRun:
 
     def _issue_until_pause(self, todo: list[schedule.Event]) -> list[schedule.Event]:
         """Issues events in order until a pause is due. Returns the events of slots that did not enter."""
+        self._session.send_ahead(self._tables.next_uses, todo[0].slot)
         while True:
             todo = self._session.run(todo, self._job.plan.slots.__getitem__, self._tables.batches.of)
             if not todo or self._pause_due(slot := todo[0].slot):
@@ -213,13 +214,11 @@ class PlanRun:
             lacks_places = self._lacks_places(slot)
             if not lacks_places and not self._hooks.lacks_rows(slot):
                 return todo
+            if lacks_places:
+                self._session.take_places(self._tables.next_uses, slot)
+                continue
             self._session.drain()
             self._progress.slot = slot
-            if lacks_places:
-                with self._session.spans.pause("moving adapters"):
-                    session, uses = self._session, self._tables.next_uses
-                    session.hold(uses.wanted(slot, session.index, session.num_places))
-                continue
             with self._meter.paused(SAMPLING):
                 self._hooks.draw_rows(slot)
 

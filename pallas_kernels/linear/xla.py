@@ -3,6 +3,9 @@
 A tile meets the A and B of its own adapter only (gathered, not masked), so nothing of one adapter is ever multiplied
 into another: a NaN stays where it is, and a tile's result does not depend on its neighbours.
 
+A tile of fewer rows than R is smaller than what it gathers: such tiles are computed in parts, and their sums adapter by
+adapter, so that memory grows with the rows and not with the tiles.
+
 T packed tokens · K in features · N out features · R padded rank · A adapters · I tiles · J rows of a tile
 """
 
@@ -54,7 +57,7 @@ def backward(
         for i, s_IJR in zip(ops.with_lora, ss, strict=True):
             ds_IJR, dbs[i] = _dsdb(static, ops, i, s_IJR, _tiles(static, dys[i]))
             das[i] = _da(static, ops, ds_IJR, dropped_IJK)
-            low_IJK = low_IJK + _contract("ijr,ikr->ijk", ds_IJR, _bank(static, ops, ops.as_[i]), low_type)
+            low_IJK = low_IJK + _with_bank(static, ops, "ijr,ikr->ijk", ds_IJR, ops.as_[i], low_type)
         dx_TK = dx_TK + _finish_dx(static, ops, low_IJK, keep).reshape(dx_TK.shape)
     return dx_TK, das, dbs
 
@@ -69,7 +72,7 @@ def _down(static: Static, ops: Operands, dropped_IJK: jax.Array) -> tuple[jax.Ar
     """S = drop(x) A, one per projection with LoRA."""
     ss = []
     for i in ops.with_lora:
-        s_IJR = _contract("ijk,ikr->ijr", dropped_IJK, _bank(static, ops, ops.as_[i]))
+        s_IJR = _with_bank(static, ops, "ijk,ikr->ijr", dropped_IJK, ops.as_[i])
         if ops.dropout is not None:
             s_IJR = s_IJR * _of_tiles(static, ops, inverse_keep(ops.dropout.rate))
         ss.append(named_s(_select(static, ops, s_IJR).astype(ops.x.dtype)))
@@ -84,22 +87,22 @@ def _up(static: Static, ops: Operands, i: int, s_IJR: jax.Array | None) -> jax.A
         y_TN = y_TN + bias.astype(y_TN.dtype)
     if s_IJR is not None:
         scaled_IJR = (s_IJR.astype(jnp.float32) * _of_tiles(static, ops, ops.scale)).astype(s_IJR.dtype)
-        low_IJN = _contract("ijr,irn->ijn", scaled_IJR, _bank(static, ops, ops.bs[i]), y_TN.dtype)
+        low_IJN = _with_bank(static, ops, "ijr,irn->ijn", scaled_IJR, ops.bs[i], y_TN.dtype)
         y_TN = y_TN + _select(static, ops, low_IJN).reshape(y_TN.shape)
     return y_TN
 
 
 def _dsdb(static: Static, ops: Operands, i: int, s_IJR: jax.Array, dy_IJN: jax.Array) -> tuple[jax.Array, jax.Array]:
     """dS = scale dY B^T and dB = scale S^T dY."""
-    ds_IJR = _contract("ijn,irn->ijr", dy_IJN, _bank(static, ops, ops.bs[i])) * _of_tiles(static, ops, ops.scale)
+    ds_IJR = _with_bank(static, ops, "ijn,irn->ijr", dy_IJN, ops.bs[i]) * _of_tiles(static, ops, ops.scale)
     ds_IJR = _select(static, ops, ds_IJR).astype(ops.x.dtype)
-    db_ARN = _sum(static, ops, _contract("ijr,ijn->irn", s_IJR, dy_IJN))
+    db_ARN = _sums(static, ops, "ijr,ijn->irn", s_IJR, dy_IJN)
     return ds_IJR, db_ARN * ops.scale[:, None, None]
 
 
 def _da(static: Static, ops: Operands, ds_IJR: jax.Array, dropped_IJK: jax.Array) -> jax.Array:
     """dA = drop(x)^T dS."""
-    da_AKR = _sum(static, ops, _contract("ijk,ijr->ikr", dropped_IJK, ds_IJR))
+    da_AKR = _sums(static, ops, "ijk,ijr->ikr", dropped_IJK, ds_IJR)
     return da_AKR if ops.dropout is None else da_AKR * inverse_keep(ops.dropout.rate)[:, None, None]
 
 
@@ -133,9 +136,26 @@ def _tiles(static: Static, values: jax.Array) -> jax.Array:
     return values.reshape((-1, values.shape[0] if static.single else static.tile, *values.shape[1:]))
 
 
-def _bank(static: Static, ops: Operands, bank: jax.Array) -> jax.Array:
+def _with_bank(
+    static: Static, ops: Operands, spec: str, values: jax.Array, bank: jax.Array, dtype: jnp.dtype = jnp.float32
+) -> jax.Array:
+    """Contracts each tile [I, J, ...] with A or B of its adapter [A, ...]."""
     bank = bank.astype(ops.x.dtype)
-    return bank if static.single or static.in_order else per_tile(bank, ops.tile_adapter)
+    if static.single or static.in_order:
+        return _contract(spec, values, bank, dtype)
+    parts = _parts(static, ops)
+    if parts == 1:
+        return _contract(spec, values, per_tile(bank, ops.tile_adapter), dtype)
+
+    def product(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _contract(spec.replace("i", ""), tile[0], per_tile(bank, tile[1]), dtype)
+
+    return lax.map(product, (values, ops.tile_adapter), batch_size=-(-len(values) // parts))
+
+
+def _parts(static: Static, ops: Operands) -> int:
+    """In how many parts the tiles gather from banks, so that what they gather is as large as the rows."""
+    return -(-max(a.shape[-1] for a in ops.as_ if a is not None) // static.tile)
 
 
 def _of_tiles(static: Static, ops: Operands, values_A: jax.Array) -> jax.Array:
@@ -147,8 +167,20 @@ def _select(static: Static, ops: Operands, values: jax.Array) -> jax.Array:
     return values if static.single or static.in_order else select_tiles(values, ops.tile_adapter)
 
 
-def _sum(static: Static, ops: Operands, partials: jax.Array) -> jax.Array:
-    return partials if static.single else sum_tiles(partials, ops.tile_adapter, static.num_adapters)
+def _sums(static: Static, ops: Operands, spec: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Contracts the rows of tiles [I, J, ...] and adds the tiles of each adapter up: float32 [A, ...]."""
+    if static.single:
+        return _contract(spec, lhs, rhs)
+    if static.in_order or _parts(static, ops) == 1:
+        return sum_tiles(_contract(spec, lhs, rhs), ops.tile_adapter, static.num_adapters)
+
+    def of_adapter(adapter: jax.Array) -> jax.Array:
+        # Both are selected: zero times a NaN of another adapter is one.
+        mine = (ops.tile_adapter == adapter)[:, None, None]
+        lhs_IJ, rhs_IJ = (jnp.where(mine, values, jnp.zeros((), values.dtype)) for values in (lhs, rhs))
+        return _contract(spec.replace("->i", "->"), lhs_IJ, rhs_IJ)
+
+    return lax.map(of_adapter, jnp.arange(static.num_adapters, dtype=ops.tile_adapter.dtype))
 
 
 def _precision(dtype: jnp.dtype) -> str | None:

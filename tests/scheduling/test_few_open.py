@@ -33,6 +33,27 @@ def test_no_more_are_open_than_allowed(lengths, most, stages):
     assert NextUses.of(plan).count_moves(most) == len(lengths), "each comes once, and leaves at its end"
 
 
+def test_many_come_at_a_time():
+    """Places of those that have ended stand empty for a while: a pause for each would drain the devices each time."""
+    plan = plan_of([[16] * 3] * 96, 24)
+    uses, resident, pauses, moves = NextUses.of(plan), set(), 0, 0
+    for slot in range(plan.num_slots):
+        if not uses.adapters(slot) <= resident:
+            coming = uses.coming(slot, resident, 24)
+            wanted = set(uses.wanted(slot, resident, 24))
+            assert set(coming) == wanted - resident
+            pauses, moves, resident = pauses + 1, moves + len(coming), wanted
+    assert plan.num_slots > 30
+    assert pauses <= plan.num_slots / 4
+    assert moves <= 1.1 * 96
+
+
+def test_who_stays_is_not_sent_away():
+    uses = NextUses([{"law"}, {"med"}, {"ore"}, {"tax"}])
+    assert set(uses.wanted(2, ["law", "med"], 2)) == {"ore", "tax"}
+    assert set(uses.wanted(2, ["law", "med"], 2, ["law"])) == {"ore", "law"}
+
+
 @settings(max_examples=30)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([(1,), (2,), (1, 2)]))
 def test_all_come_to_a_rest_before_one_goes_on(lengths, most, rests):

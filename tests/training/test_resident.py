@@ -13,6 +13,7 @@ from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.planning import turns
 from lorafusion_jax.planning.checks import layer_problems
+from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.training import resume, train
 
@@ -57,14 +58,21 @@ def job(folder, tiny_base):
 
 
 class Moves:
-    """Names the adapters that come to a place."""
+    """Names the adapters that come to a place, and what happened in which order."""
 
     def __init__(self, patch):
-        self.names, self.bring = [], Session._bring
+        self.names, self.bring, self.send, self.order, self.working = [], Session._bring, Session._send, [], False
         patch.setattr(Session, "_bring", lambda session, *arguments: self.count(session, *arguments))
+        patch.setattr(
+            Session, "_send", lambda session, name: self.order.append(("sent", name)) or self.send(session, name)
+        )
+        admit = Executor.admit
+        patch.setattr(Executor, "admit", lambda *arguments: self.order.append(("slot", "")) or admit(*arguments))
 
     def count(self, session, name, place):
         self.names.append(name)
+        self.order.append(("came", name))
+        self.working |= bool(session.executor._issued)
         self.bring(session, name, place)
 
 
@@ -76,7 +84,7 @@ def turned(job, tmp_path_factory):
         moves = Moves(patch)
         result = train(job(resident=PLACES), run, listeners=[asks(run, ("user-5", 1, "user-3", "cancel"))])
     assert {name for name, adapter in result.adapters.items() if adapter.status != "done"} <= {"user-3"}
-    return run, moves.names
+    return run, moves
 
 
 def assert_bitwise(run, other):
@@ -90,7 +98,7 @@ def assert_bitwise(run, other):
 
 def test_places_change_nothing(turned, job, tmp_path, monkeypatch):
     run, moves = turned
-    assert set(moves) >= set(NAMES[PLACES:])
+    assert set(moves.names) >= set(NAMES[PLACES:])
     monkeypatch.setattr(turns, "residents", lambda config: PLACES)  # the same plan, with a place for each
     train(job(), tmp_path / "run", listeners=[asks(tmp_path / "run", ("user-5", 1, "user-3", "cancel"))])
     assert_bitwise(run, tmp_path / "run")
@@ -115,8 +123,19 @@ def test_it_trains_as_it_does_alone(turned, job, tmp_path):
 
 
 def test_each_adapter_comes_once_where_nothing_is_compared(turned):
-    _, moves = turned
+    moves = turned[1].names
     assert max(moves.count(name) for name in NAMES) <= 2, moves  # the first are in places before the plan is known
+
+
+def test_arrays_are_sent_while_others_train(turned):
+    order = turned[1].order
+    first = order.index(("slot", ""))
+    for at in range(first, len(order)):
+        what, name = order[at]
+        if what == "came":
+            sent = order.index(("sent", name))
+            assert ("slot", "") in order[sent:at], f"{name} was sent when it was needed"
+    assert turned[1].working, "the devices waited whenever one came"
 
 
 @pytest.mark.parametrize("odd", [{"lora": {"kind": "dora"}}, {"lora": {"trainable_tokens": [5]}}])

@@ -2,13 +2,14 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_arrays import filled, on_device
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from kernel_problems import TILE, draw, ours
+from kernel_problems import TABLE, TILE, draw, ours, relative
 
 import pallas_kernels as pk
 from pallas_kernels.arg_specs import LinearSpec, make_arrays
@@ -112,3 +113,38 @@ def test_the_shapes_of_one_adapter_are_told_as_they_were_given():
         pk.lora_linear(x, w, filled(1.0, 9, 4), b, scale=1.0)
     with pytest.raises(ValueError, match=r"^b has shape \(1, 4, 6\), expected \[R, N\]$"):
         pk.lora_linear(x, w, a, b[None], scale=1.0)
+
+
+def test_an_entry_per_row_is_a_table_of_tiles_and_isolates_adapters():
+    arguments, dys = draw(table=TABLE, widths=(64, 32), ranks=(8, 4), rates=[0.1, 0.5, 0.0])
+
+    @jax.jit
+    def both_ways(table, x, as_, bs):
+        ys, vjp = jax.vjp(partial(ours("xla"), arguments | {"tile_adapter": table}), x, as_, bs)
+        return ys, *vjp(tuple(dys))
+
+    per_row = on_device(np.repeat(TABLE, TILE), np.int32)
+    inputs = [arguments[name] for name in ("x", "as_", "bs")]
+    got, want = both_ways(per_row, *inputs), both_ways(arguments["tile_adapter"], *inputs)
+    assert max(jax.tree.leaves(jax.tree.map(relative, got, want))) < 1e-6
+    broken = [array.at[2].set(np.nan) for array in inputs[1]]
+    ys, dx, das, dbs = both_ways(per_row, inputs[0], broken, inputs[2])
+    others = np.repeat(TABLE, TILE) != 2
+    for rows in (*(np.asarray(y)[others] for y in ys), np.asarray(dx)[others]):
+        assert np.isfinite(rows).all()
+    chex.assert_trees_all_equal(*([array[:2] for array in (*das, *dbs)] for das, dbs in ((das, dbs), got[2:])))
+
+
+def test_memory_of_an_entry_per_row_grows_with_the_rows():
+    def temporaries(rows, adapters):
+        def loss(x, a, b, w, table):
+            y = pk.multi_lora_linear(x, w, a, b, tile_adapter=table, scale=filled(1.0, adapters), implementation="xla")
+            return jnp.sum(y * y)
+
+        shapes = (rows, 256), (adapters, 256, 8), (adapters, 8, 256), (256, 256)
+        floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*floats, jax.ShapeDtypeStruct((rows,), jnp.int32))
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    for rows, adapters in ((512, 8), (1024, 8), (512, 512)):
+        assert temporaries(rows, adapters) < 6 * rows * 256 * 4, "a few arrays of the size of the input"

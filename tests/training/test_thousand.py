@@ -1,0 +1,119 @@
+"""A thousand adapters in a few places: with joins, ends and kills, each trains as it does alone."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import small_jobs
+from watched_runs import asks, losses_of, weights_of
+
+from lorafusion_jax.config import load_config
+from lorafusion_jax.config.join import select_adapters
+from lorafusion_jax.training import resume, train
+
+COUNT, JOINED, PLACES, DRAWN = 96, 16, 8, 4
+pytestmark = pytest.mark.nightly  # trains a thousand adapters, twice
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, tiny_base):
+    """The job of all adapters: those of a column, and after them those that join, of other ranks."""
+    folder, draw = tmp_path_factory.mktemp("thousand"), random.Random(0)
+    rows = [
+        {
+            "customer": f"c{number}",
+            "prompt": " ".join(draw.choices(small_jobs.WORDS, k=draw.randint(1, 4))),
+            "completion": " " + " ".join(draw.choices(small_jobs.WORDS, k=draw.randint(1, 4))),
+        }
+        for number in range(COUNT - JOINED)
+        for _ in range(draw.randint(2, 5))
+    ]
+    draw.shuffle(rows)
+    (folder / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    joining = [
+        {
+            "name": f"joined-{number}",
+            "data": {"train": small_jobs.write_rows(folder, f"joined-{number}", draw.randint(2, 5), longest=4)},
+            "lora": {"rank": draw.randint(2, 4)},
+            "seed": number,
+        }
+        for number in range(JOINED)
+    ]
+    sections = {
+        "batch": {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 2},
+        "data": {"max_length": 32},
+        "save": {"every_steps": 150, "keep": 2},
+        "lora": {"rank": 4, "dropout": 0.1, "targets": ["q_proj"]},
+        "optim": {"lr": 0.02, "schedule": "constant", "warmup": 0.0},
+    }
+    adapters = {"from": "all.jsonl", "split_by": "customer"}
+    train = {"plan_seconds": 0.01, "resident": PLACES}
+    first = load_config(small_jobs.write_job(folder, tiny_base, adapters, train=train, **sections))
+    second = load_config(small_jobs.write_job(folder, tiny_base, joining, train={"plan_seconds": 0.01}, **sections))
+    return first, second
+
+
+def requests_of(first, second):
+    """Joins and ends at random steps of others."""
+    draw, names = random.Random(1), [adapter.name for adapter in first.adapters]
+    draw.shuffle(askers := list(names))
+    joins = [(askers.pop(), 1, list(second.adapters[at : at + 8]), "add") for at in range(0, JOINED, 8)]
+    ends = [(askers.pop(), 1, askers.pop(), draw.choice(["cancel", "finish", "pause"])) for _ in range(12)]
+    return [*joins, *ends], {whom for *_, whom, _ in ends}
+
+
+def dies_at(number):
+    """A listener that ends the process' work at an event of this number."""
+    seen = []
+
+    def listen(event):
+        seen.append(event)
+        if len(seen) == number:
+            raise KeyboardInterrupt
+
+    return listen
+
+
+@pytest.fixture(scope="module")
+def runs(job, tmp_path_factory):
+    """A run, and another that is killed again and again; and who was ended early."""
+    folder, draw = tmp_path_factory.mktemp("runs"), random.Random(2)
+    requests, ended = requests_of(*job)
+    train(job[0], whole := folder / "whole", listeners=[asks(whole, *requests)])
+    killed = folder / "killed"
+    asking = asks(killed, *requests)
+    with pytest.raises(KeyboardInterrupt):
+        train(job[0], killed, listeners=[asking, dies_at(draw.randint(200, 900))])
+    for _ in range(4):
+        try:
+            resume(killed, listeners=[asking, dies_at(draw.randint(200, 900))])
+        except KeyboardInterrupt:
+            continue
+        break
+    else:
+        resume(killed, listeners=[asking])
+    return whole, killed, ended
+
+
+def test_a_killed_run_resumes_bitwise(runs, job):
+    whole, killed, _ = runs
+    for adapter in (*job[0].adapters, *job[1].adapters):
+        losses = losses_of(whole, adapter.name)
+        assert losses == losses_of(killed, adapter.name)
+        for key, array in weights_of(whole, adapter.name).items() if losses else ():
+            np.testing.assert_array_equal(array, weights_of(killed, adapter.name)[key], err_msg=f"{adapter.name} {key}")
+
+
+def test_each_trains_as_it_does_alone(runs, job, tmp_path):
+    whole, _, ended = runs
+    draw, counts = random.Random(3), (DRAWN * 3 // 4, DRAWN // 4)
+    for config, count in zip(job, counts, strict=True):
+        for name in draw.sample([adapter.name for adapter in config.adapters if adapter.name not in ended], count):
+            train(select_adapters(config, [name]), alone := tmp_path / name)
+            assert losses_of(whole, name).keys() == losses_of(alone, name).keys() > set()
+            arrays = weights_of(whole, name)
+            for key, array in weights_of(alone, name).items():
+                np.testing.assert_allclose(arrays[key], array, rtol=0, atol=2e-5, err_msg=f"{name} {key}")
