@@ -33,6 +33,7 @@ from benchmarks.starting import write_base
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.sweep import MOST_ADAPTERS
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.planning.training_plan import train_jobs
@@ -55,21 +56,23 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
     parser.add_argument("--adapters", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--tile", type=int, default=128, help="rows of a tile: 64 pads short rows less")
     options = parser.parse_args()
     stop = time.monotonic() + options.budget
-    for row in measure(options.small, options.adapters, options.rank):
+    for row in measure(options.small, options.adapters, options.rank, options.tile):
         add_row(options.out / "thousand.jsonl", row)
         if time.monotonic() > stop:
             break
     return 0
 
 
-def measure(small: bool, many: int, rank: int) -> Iterator[dict[str, Any]]:
+def measure(small: bool, many: int, rank: int, tile: int) -> Iterator[dict[str, Any]]:
     prepare_machine()
-    many, places = (24, 16) if small else (many, 64)
+    many, places, tile = (24, 16, 16) if small else (many, 64, tile)
+    many = min(many, MOST_ADAPTERS - places - FEW)  # of a job, with the others
     with tempfile.TemporaryDirectory() as name:
         write_base(Path(name) / "base", SMALL if small else SHAPE, (SMALL if small else SHAPE)["num_layers"])
-        training = Training(write_inputs(Path(name), small, many, places, rank))
+        training = Training(write_inputs(Path(name), small, many, places, rank, tile))
         yield {"part": "microbatch", **microbatches(training, places), **conditions()}
         few_rate = 0.0
         for group in ("few", "user"):
@@ -77,14 +80,14 @@ def measure(small: bool, many: int, rank: int) -> Iterator[dict[str, Any]]:
                 few_rate = few_rate or row["tokens_per_s"]
                 peak = training.session.facts.peak_bytes
                 of_few = row["tokens_per_s"] / few_rate
-                yield {**row, "rank": rank, "of_few": of_few, "peak_bytes": peak, **conditions()}
+                yield {**row, "rank": rank, "tile": tile, "of_few": of_few, "peak_bytes": peak, **conditions()}
         training.session.close()
 
 
-def write_inputs(folder: Path, small: bool, many: int, places: int, rank: int) -> JobConfig:
+def write_inputs(folder: Path, small: bool, many: int, places: int, rank: int, tile: int) -> JobConfig:
     """A job of many adapters with two batches each, and of a few with as many rows of the same lengths."""
     draw, entries = np.random.default_rng(0), []
-    (capacity, tile), scale = ((512, 16), 0.1) if small else ((8192, 128), 1.0)
+    capacity, scale = (512, 0.1) if small else (8192, 1.0)
     lengths = draw.integers(round(64 * scale), round(512 * scale), (many, BATCH * 2))
     few = lengths[: min(many, 256)].reshape(FEW, -1)
     for name, rows in [

@@ -406,10 +406,10 @@ class StageState:
         constants = {name: leaf for name, leaf in leaves.items() if name in columns.constants}
         if optimizer is None:
             return PlaceArrays(trained, constants, None)
-        own = lv.own_columns(columns.trained, index, spec)
-        joined = self.programs.adapters.joined(own, adapter.optim, self.lora)
+        own_columns = lv.own_columns(columns.trained, index, spec)
+        joined = self.programs.adapters.joined(own_columns, adapter.optim, self.lora)
         # Only the structure is needed, as the arrays are given: nothing compiles or runs.
-        shapes = self.programs.adapters.optimizer_shapes(own, adapter.optim, self.places[index], self.lora)
+        shapes = self.programs.adapters.optimizer_shapes(own_columns, adapter.optim, self.places[index], self.lora)
         return PlaceArrays(trained, constants, replicate(self.part_of_state(joined, shapes, optimizer), self.mesh))
 
     def write_arrays(self, index: int, arrays: PlaceArrays) -> None:
@@ -488,8 +488,8 @@ class StageState:
     def place_bytes(self) -> int:
         """Bytes of the largest adapter's weights and of a state of its optimizer with two moments, on a device."""
         columns, shapes = self.programs.columns.trained, self.leaf_shapes
-        own = lv.own_columns(columns, len(self._specs) - 1, self._specs[-1])
-        return 12 * sum(prod(lv.own_shape(shapes[name], columns[name], width)) for name, width in own)
+        own_columns = lv.own_columns(columns, len(self._specs) - 1, self._specs[-1])
+        return 12 * sum(prod(lv.own_shape(shapes[name], columns[name], width)) for name, width in own_columns)
 
     @property
     def free_bytes(self) -> float:
