@@ -60,7 +60,18 @@ QUICKER = {
 }
 
 
-@pytest.mark.parametrize("page", [path for path in PAGES if blocks(path, "python")], ids=lambda path: path.name)
+WITH_PYTHON = [path for path in PAGES if blocks(path, "python")]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda path: path.name)
+def test_python_of_pages_imports_what_exists(page):
+    """Also of pages that run nightly."""
+    for number, text in enumerate(blocks(page, "python")):
+        imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        exec(compile(ast.Module(imports, []), f"{page.name}, python block {number}", "exec"), {})
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda path: path.name)
 def test_python_runs(page, tmp_path, monkeypatch, tiny_base):
     """Blocks of a page share one namespace, as a reader would type them."""
     monkeypatch.chdir(tmp_path)

@@ -96,6 +96,8 @@ def test_wheel_contains_packages_types_licence_and_examples(wheel):
     for top in tops:
         assert f"{top}/py.typed" in sizes
         assert f"{top}/__init__.py" in sizes
+        modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / top).rglob("*.py")}
+        assert modules <= sizes.keys(), f"not in the wheel: {sorted(modules - sizes.keys())}"
     examples = {
         name.removeprefix("lorafusion_jax/_examples/"): size
         for name, size in sizes.items()
@@ -127,13 +129,17 @@ main()
 """
 
 
-def test_the_installed_wheel_checks_its_demo_and_trains(installed, outside, tiny_base):
-    """`make demo` trains the demo, from the sources. Here programs are those of lossless/test_resume.py."""
+def test_the_installed_wheel_checks_its_demo(installed, outside):
     code = "from lorafusion_jax.examples import examples_directory; print(examples_directory())"
     where = run(installed / "python", "-c", code, cwd=outside)
     examples = Path(where.strip())
     assert installed.parent in examples.parents
     run(installed / "lorafusion", "check", examples / "demo.yaml", cwd=outside)
+
+
+@pytest.mark.nightly  # it has all modules, see above, and `make demo` trains
+def test_the_installed_wheel_trains(installed, outside, tiny_base):
+    """Programs are those of lossless/test_resume.py."""
     entries = [
         {
             "name": name,
