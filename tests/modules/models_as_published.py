@@ -368,3 +368,206 @@ class Pi0(nn.Module):
         )
         xs, _ = scan(name="layers")((x, x[:, :2] * 0.5), None)
         return jnp.concatenate(xs, axis=1)
+
+
+class VideoPrismProjection(nn.Module):
+    """VideoPrism's `AttentionProjection`: a weight and a bias of two axes."""
+
+    output: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (D, HEADS, C))
+        b = self.param("b", nn.initializers.normal(0.1), (D,) if self.output else (HEADS, C))
+        return jnp.einsum("bthc,dhc->btd" if self.output else "btd,dhc->bthc", x, w) + b
+
+
+class VideoPrismBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        q, k, v = (VideoPrismProjection(name=name)(x) for name in ("query", "key", "value"))
+        x = x + VideoPrismProjection(output=True, name="post")(attend(q, k, v, causal=False))
+        return x + nn.Dense(D, name="ffn_layer2")(nn.gelu(nn.Dense(F, name="ffn_layer1")(x))), None
+
+
+class VideoPrism(nn.Module):
+    """VideoPrism's ViT: a scan of rematerialised blocks."""
+
+    @nn.compact
+    def __call__(self, images):
+        x = nn.Dense(D, name="patch_projection")(images.reshape(len(images), 16, -1))
+        scan = nn.scan(nn.remat(VideoPrismBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return nn.LayerNorm()(scan(name="transformers_stack")(x, None)[0])
+
+
+class GriffinEinsum(nn.Module):
+    """recurrentgemma's `Einsum`: an equation, and a bias with an axis of the two halves."""
+
+    shape: tuple[int, ...]
+    bias: tuple[int, ...]
+    equation: str
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(in_axis=-2), self.shape)
+        return jnp.einsum(self.equation, x, w) + self.param("b", nn.initializers.normal(0.1), self.bias)
+
+
+class Griffin(nn.Module):
+    """recurrentgemma: a recurrent block, then attention, each with an MLP whose two halves are one weight."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, D, name="embedder")(tokens)
+        for number, kind in enumerate(("recurrent", "attention")):
+            y = nn.RMSNorm()(x)
+            if kind == "recurrent":
+                gate = nn.gelu(nn.Dense(D, name=f"linear_y_{number}")(y))
+                decay = jax.nn.sigmoid(nn.Dense(D, name=f"a_gate_{number}")(y))
+                inside = nn.Dense(D, name=f"linear_x_{number}")(y) * (1 - decay)
+                _, h = jax.lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (decay, inside), axis=1)
+                x = x + nn.Dense(D, name=f"linear_out_{number}")(h * gate)
+            else:
+                q, k, v = (heads(nn.Dense(D, use_bias=False, name=f"proj_{name}_{number}")(y)) for name in "qkv")
+                x = x + nn.Dense(D, name=f"proj_final_{number}")(attend(q, k, v).reshape(x.shape))
+            up = GriffinEinsum((2, D, F), (2, 1, 1, F), "btd,cdf->cbtf", name=f"ffw_up_{number}")
+            gate, up = up(nn.RMSNorm()(x))
+            x = x + nn.Dense(D, name=f"ffw_down_{number}")(nn.gelu(gate) * up)
+        return x
+
+
+class OctoBlock(nn.Module):
+    """octo's `Encoder1DBlock`: attention with a mask and dropout that is off."""
+
+    @nn.compact
+    def __call__(self, x, mask):
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(HEADS, dropout_rate=0.1, deterministic=True)(y, y, mask=mask)
+        return x + nn.Dense(D)(nn.gelu(nn.Dense(F)(nn.LayerNorm()(x))))
+
+
+class Octo(nn.Module):
+    """octo's transformer over tokens of a task and of observations, with a read-out and a head of actions."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, D, name="task_tokenizer")(tokens)
+        readout = self.param("readout_action", nn.initializers.normal(0.5), (1, 1, D))
+        x = jnp.concatenate([x, jnp.broadcast_to(readout, (len(x), 1, D))], axis=1)
+        mask = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool))
+        for number in range(2):
+            x = OctoBlock(name=f"encoderblock_{number}")(x, mask)
+        return nn.Dense(7, name="head")(nn.LayerNorm(name="encoder_norm")(x)[:, -1])
+
+
+class ESMDense(nn.DenseGeneral):
+    """esmjax's subclass, with a bias of two axes."""
+
+
+class ESM2(nn.Module):
+    """esmjax's ESM-2: projections to heads, an MLP, a head of its own."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, D, name="embedding")(tokens)
+        for number in range(2):
+            q, k, v = (ESMDense((HEADS, C), name=f"{name}_proj_{number}")(x) for name in "qkv")
+            x = x + ESMDense(D, axis=(-2, -1), name=f"out_proj_{number}")(attend(q, k, v, causal=False))
+            x = x + nn.Dense(D, name=f"fc2_{number}")(nn.gelu(nn.Dense(F, name=f"fc1_{number}")(x)))
+        return nn.Dense(VOCABULARY, name="lm_head_fc2")(nn.gelu(nn.Dense(D, name="lm_head_fc")(x)))
+
+
+class AIMv2(nn.Module):
+    """AIMv2's encoder: q, k and v as one projection, a gated MLP, norms without biases."""
+
+    @nn.compact
+    def __call__(self, images):
+        x = nn.Conv(D, (4, 4), (4, 4), padding="VALID", name="patchifier")(images).reshape(len(images), -1, D)
+        for number in range(2):
+            qkv = nn.Dense(3 * D, use_bias=False, name=f"qkv_{number}")(nn.RMSNorm()(x))
+            y = attend(*(heads(part) for part in jnp.split(qkv, 3, -1)), causal=False).reshape(x.shape)
+            x = x + nn.Dense(D, use_bias=False, name=f"proj_{number}")(y)
+            y = nn.RMSNorm()(x)
+            gate, up = (nn.Dense(F, use_bias=False, name=f"{name}_{number}")(y) for name in ("fc1", "fc3"))
+            x = x + nn.Dense(D, use_bias=False, name=f"fc2_{number}")(nn.silu(gate) * up)
+        return nn.RMSNorm(name="post_trunk_norm")(x)
+
+
+class DiT(nn.Module):
+    """shortcut-models' DiT: blocks whose norms a condition shifts and scales (adaLN)."""
+
+    @nn.compact
+    def __call__(self, images):
+        x = nn.Dense(D, name="patch_embed")(images.reshape(len(images), 16, -1))
+        condition = nn.silu(nn.Dense(D, name="time_embed")(jnp.mean(x, 1)))
+        for number in range(2):
+            shift, scale, gate = jnp.split(nn.Dense(3 * D, name=f"modulation_{number}")(condition)[:, None], 3, -1)
+            y = nn.LayerNorm(use_bias=False, use_scale=False)(x) * (1 + scale) + shift
+            y = nn.MultiHeadDotProductAttention(HEADS, name=f"attention_{number}")(y, y)
+            x = x + (1 + gate) * (y + nn.Dense(D, name=f"mlp_{number}")(nn.gelu(y)))
+        return nn.Dense(12, name="final")(x)
+
+
+class NanoDOBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm(use_bias=False)(x)
+        q, k, v = (nn.DenseGeneral((HEADS, C), use_bias=False, name=name)(y) for name in ("query", "key", "value"))
+        x = x + nn.DenseGeneral(D, axis=(-2, -1), use_bias=False, name="attn_out_proj")(attend(q, k, v))
+        return x + nn.Dense(D, use_bias=False)(nn.gelu(nn.Dense(F, use_bias=False)(nn.LayerNorm(use_bias=False)(x))))
+
+
+class NanoDO(nn.Module):
+    """nanodo: a decoder of rematerialised blocks, whose logits are products with the embedding."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(VOCABULARY, D, name="embed")
+        x = embed(tokens) + self.param("pos", nn.initializers.normal(0.1), (tokens.shape[1], D))
+        for number in range(2):
+            x = nn.remat(NanoDOBlock)(name=f"blocks_{number}")(x)
+        return embed.attend(nn.LayerNorm(use_bias=False)(x))
+
+
+class HealSwin(nnx.Module):
+    """heal-swin: stages whose layers differ, the last one without a merge of patches."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Linear(12, D, rngs=rngs)
+        self.stages = nnx.List(
+            [
+                nnx.Dict(
+                    qkv=nnx.Linear(D, 3 * D, rngs=rngs), proj=nnx.Linear(D, D, rngs=rngs),
+                    fc1=nnx.Linear(D, F, rngs=rngs), fc2=nnx.Linear(F, D, rngs=rngs),
+                    **({"downsample": nnx.Linear(2 * D, D, use_bias=False, rngs=rngs)} if stage == 0 else {}),
+                )
+                for stage in range(2)
+            ]
+        )  # fmt: skip
+
+    def __call__(self, images):
+        x = self.embed(images.reshape(len(images), 16, -1))
+        for stage in self.stages:
+            q, k, v = (heads(part) for part in jnp.split(stage["qkv"](x), 3, -1))
+            x = x + stage["proj"](attend(q, k, v, causal=False).reshape(x.shape))
+            x = x + stage["fc2"](nnx.gelu(stage["fc1"](x)))
+            if "downsample" in stage:
+                x = stage["downsample"](x.reshape(len(x), x.shape[1] // 2, -1))
+        return x
+
+
+class AbsorbedLatents(nnx.Module):
+    """dantinox' latent attention as it is served: the parent multiplies by the kernels of `up_k` and `up_v`."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCABULARY, D, rngs=rngs)
+        names = {"down_kv": (D, C), "up_k": (C, D), "up_v": (C, D), "query": (D, D), "out": (D, D)}
+        for name, shape in names.items():
+            setattr(self, name, nnx.Linear(*shape, use_bias=False, rngs=rngs))
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        latents = self.down_kv(x)
+        absorbed = self.query(x) @ self.up_k.kernel[...].T
+        weights = jax.nn.softmax(jnp.einsum("btc,bsc->bts", absorbed, latents))
+        return self.out(jnp.einsum("bts,bsc->btc", weights, latents) @ self.up_v.kernel[...])

@@ -22,6 +22,7 @@ from lorafusion_jax.modules import register_linear
 IDS = np.arange(24, dtype=np.int32).reshape(4, 6) % 32
 POSITIONS = np.broadcast_to(np.arange(6, dtype=np.int32), (4, 6))
 CAUSAL = np.broadcast_to(np.tril(np.ones((6, 6), bool)), (4, 6, 6))
+PART = lambda y: y[..., :5]  # noqa: E731  # of normalised rows, whose mean square is always 1
 IMAGES = np.random.default_rng(0).normal(size=(4, 8, 8, 3)).astype(np.float32)
 
 
@@ -173,9 +174,11 @@ def as_published(cls: type, inputs: Any) -> Callable[[], NNXCase]:
     return make
 
 
-def linen_as_published(cls: type, inputs: Any) -> Callable[[], LinenCase]:
+def linen_as_published(
+    cls: type, inputs: Any, output: Callable[[Any], jax.Array] = lambda it: it
+) -> Callable[[], LinenCase]:
     def make() -> LinenCase:
-        return LinenCase(model=cls(), args=(inputs,), options={}, output=lambda it: it)
+        return LinenCase(model=cls(), args=(inputs,), options={}, output=output)
 
     return make
 
@@ -205,10 +208,63 @@ def flax_clip() -> LinenCase:
 
 
 DECODER = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-NNX_MODELS: dict[str, Callable[[], NNXCase]] = {case.__name__: case for case in (qwen3, llama3, jimm_vit)}
+
+
+def qwen2() -> NNXCase:
+    return tunix("qwen2", "Qwen2")
+
+
+def gemma4() -> NNXCase:
+    """With inputs of each layer, whose scaled projection the layers of LoRA take out."""
+    without_face("tunix")
+    module = pytest.importorskip("tunix.models.gemma4.model", exc_type=ImportError)
+    kinds = (module.AttentionType.LOCAL_SLIDING, module.AttentionType.GLOBAL)
+    sizes = {"num_embed": 32, "embed_dim": 16, "hidden_dim": 24, "num_heads": 2, "head_dim": 8, "num_kv_heads": 1}
+    config = module.ModelConfig(
+        num_layers=2, sliding_window_size=4, global_key_size=8, per_layer_input_dim=4, attention_pattern=kinds, **sizes
+    )
+    model = module.Gemma4(config, rngs=nnx.Rngs(0))
+    return NNXCase(model=model, inputs=(IDS, POSITIONS, None, CAUSAL), output=lambda it: it[0])
+
+
+def mamba(number: int) -> NNXCase:
+    module = pytest.importorskip(f"mamba{number}_jax", exc_type=ImportError)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "state_size": 8, "head_dim": 8, "chunk_size": 4}
+    config = getattr(module, f"Mamba{number}Config")(num_hidden_layers=3, **sizes)
+    model = getattr(module, f"Mamba{number}ForCausalLM")(config, rngs=nnx.Rngs(0))
+    return NNXCase(model=model, inputs=(IDS,), output=lambda it: it["logits"])
+
+
+def mamba2() -> NNXCase:
+    return mamba(2)
+
+
+def mamba3() -> NNXCase:
+    return mamba(3)
+
+
+def nano_moe() -> LinenCase:
+    module = pytest.importorskip("nano_moe.model", exc_type=ImportError)
+    sizes = {"vocab_size": 32, "n_layers": 1, "n_heads": 2, "d_model": 16, "d_ff": 24, "n_experts": 3, "block_size": 8}
+    model = module.NanoMoE(module.NanoMoEConfig(**sizes))
+    return LinenCase(model=model, args=(IDS,), options={}, output=lambda it: it[0])
+
+
+def ablang2() -> LinenCase:
+    """Its sizes are constants of the package."""
+    module = pytest.importorskip("ablang_jax.model", exc_type=ImportError)
+    for name, value in {"VOCAB": 32, "HID": 16, "N_HEAD": 2, "N_BLOCK": 1, "HEAD_DIM": 8}.items():
+        setattr(module, name, value)
+    args = (IDS, np.ones(IDS.shape, bool))
+    return LinenCase(model=module.Ablanx(), args=args, options={}, output=lambda it: PART(it[0]))
+
+
+NNX_MODELS: dict[str, Callable[[], NNXCase]] = {
+    case.__name__: case for case in (qwen3, llama3, qwen2, gemma4, mamba2, mamba3, jimm_vit)
+}
 LINEN_MODELS: dict[str, Callable[[], LinenCase]] = {
     case.__name__: case  # gemma comes last: importing it changes `nn.Module.param` for everybody
-    for case in (bert, vit, gpt2, bart, flax_llama, flax_gptj, flax_clip, gemma3)
+    for case in (nano_moe, ablang2, bert, vit, gpt2, bart, flax_llama, flax_gptj, flax_clip, gemma3)
 }
 # Structures of published models without a package in the registry; they need no extra.
 NNX_STRUCTURES = {
@@ -221,15 +277,23 @@ NNX_STRUCTURES = {
         ("bonsai_vjepa2", models.VJEPA2, IMAGES),
         ("flax_gemma", models.Gemma, IDS),
         ("maxtext", models.MaxText, IDS),
+        ("heal_swin", models.HealSwin, IMAGES),
     )
 }
 LINEN_STRUCTURES = {
-    name: linen_as_published(cls, inputs)
-    for name, cls, inputs in (
+    name: linen_as_published(*case)
+    for name, *case in (
         ("lm1b", models.LM1B, IDS),
         ("wmt", models.WMT, IDS),
         ("big_vision_scan", models.BigVisionViT, IMAGES),
         ("openpi_pi0", models.Pi0, IDS),
+        ("videoprism", models.VideoPrism, IMAGES, PART),
+        ("recurrentgemma", models.Griffin, IDS),
+        ("octo", models.Octo, IDS),
+        ("esm2", models.ESM2, IDS),
+        ("aimv2", models.AIMv2, IMAGES),
+        ("dit", models.DiT, IMAGES),
+        ("nanodo", models.NanoDO, IDS),
     )
 } | {
     "openpi_pi0_mlp": lambda: LinenCase(

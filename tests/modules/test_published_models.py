@@ -11,10 +11,12 @@ import optax
 import published_models as published
 import pytest
 from flax import nnx
+from models_as_published import AbsorbedLatents
 from more_cases import nightly
 from safetensors.numpy import load_file
 
 import lorafusion_jax as lf
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules import (
     AdapterSpec,
     LinenLoRA,
@@ -148,6 +150,25 @@ def test_two_adapters_train_in_a_linen_model_and_merge_into_it(name, tmp_path):
     assert not {"logitdense", "lm_head"} & {row.path.rsplit(".", 1)[-1] for row in report.adapted}
     merged = lora.merge(case.model, {"params": params}, adapters, "law", *case.args, **case.options)
     close(outputs({"params": merged}), adapted)
+
+
+@pytest.mark.nightly
+def test_adapters_whose_weights_a_parent_reads_are_named_and_not_merged():
+    """dantinox' absorbed attention: right without them, and refused with them."""
+
+    @nnx.jit
+    def adapted(model):
+        with use_adapters(SPECS, only="law"):
+            return model(published.IDS)
+
+    model = apply_lora(AbsorbedLatents(nnx.Rngs(0)), SPECS, targets="all-linear")
+    with pytest.warns(UserWarning, match=r"\[lora.uncalled\] .*up_k, up_v"):
+        adapted(model)
+    with pytest.raises(ConfigError, match="up_k, up_v"):
+        merge_adapter(model, "law")
+    rest = apply_lora(AbsorbedLatents(nnx.Rngs(0)), SPECS, targets="all-linear", exclude=["up_k", "up_v"])
+    before = adapted(rest)
+    close(merge_adapter(rest, "law")(published.IDS), before)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3"])  # jimm runs its layers in nnx.scan, where qwix fails
