@@ -62,6 +62,27 @@ class Browser:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
 
+    def set_scheme(self, name: str) -> None:
+        """Prefers "light" or "dark"."""
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+
+    def touch(self, selector: str) -> str:
+        """Puts a finger on the middle of an element; returns the note that is shown then."""
+        script = f"""(() => {{
+          const target = document.querySelector({selector!r}), box = target.getBoundingClientRect();
+          const at = {{clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true}};
+          target.dispatchEvent(new PointerEvent("pointerdown", {{...at, pointerType: "touch"}}));
+          const notes = [...document.querySelectorAll("body > [role=status]")];
+          return notes.filter(note => note.style.display === "block").at(-1)?.textContent ?? "";
+        }})()"""
+        return self.value(script)
+
+    def is_dark(self) -> bool:
+        """Whether the page's ground is dark and its text is light."""
+        of = "getComputedStyle(document.body)"
+        lightness = "((rgb) => rgb.match(/\\d+/g).slice(0, 3).reduce((a, b) => +a + +b) / 3)"
+        return self.value(f"{lightness}({of}.backgroundColor) < 60 && {lightness}({of}.color) > 180")
+
     def open(self, url: str) -> None:
         self.call("Page.navigate", url="about:blank")  # another fragment of the same page would not load it
         self.call("Page.navigate", url=url)

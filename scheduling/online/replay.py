@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from scheduling.online.result import ClusterResult
+from scheduling.plots.colors import palette
+from scheduling.plots.html import page_of
 
-# Okabe and Ito's palette, distinguishable with every kind of colour vision
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c00", "#7f5ab6")
 MOST_DECISIONS = 20_000
 COLUMNS = (
     ("mean completion", "jct_mean_s"),
@@ -30,23 +30,18 @@ COLUMNS = (
 
 def replay_html(results: Sequence[ClusterResult], *, title: str = "Cluster replay") -> str:
     """Draws one or more runs of the same jobs: a row per GPU, a colour per base, the queue, and the decisions."""
-    from importlib.resources import files  # slow to import and rarely needed
-
-    template = files("scheduling.online").joinpath("replay.html").read_text("utf-8")
     bases = sorted({job.base_name for result in results for job in result.jobs})
     data = {
         "bases": bases,
-        "colors": [COLORS[i % len(COLORS)] for i in range(len(bases))],
+        "colors": palette(len(bases)),
         "runs": [_run(result, bases) for result in results],
     }
-    page = {
+    fields = {
         "@TITLE@": escape(title),
         "@TABLE@": _table(results),
         "@DATA@": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    for name, text in page.items():
-        template = template.replace(name, text)
-    return template
+    return page_of("scheduling.online", "replay.html", fields)
 
 
 def _run(result: ClusterResult, bases: list[str]) -> dict[str, Any]:
@@ -149,8 +144,7 @@ def completion_svg(results: Sequence[ClusterResult]) -> str:
     for seconds, name in TICKS:
         if low <= np.log(seconds) <= high:
             parts.append(f'<text x="{x(seconds):.1f}" y="{floor + 18}" text-anchor="middle">{name}</text>')
-    for number, (policy, completion_s) in enumerate(times.items()):
-        color = COLORS[number % len(COLORS)]
+    for number, ((policy, completion_s), color) in enumerate(zip(times.items(), palette(len(times)), strict=True)):
         points_s = (
             completion_s
             if len(completion_s) <= 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from html import escape
 
 from scheduling.plots.colors import adapter_colors, adapter_names
@@ -21,21 +22,40 @@ def timeline_html(timeline: Timeline, *, title: str = "", note: str = "", compar
         compare: a second timeline.
     """
     charts = [timeline] if compare is None else [timeline, compare]
-    from importlib.resources import files  # slow to import and rarely needed
-
-    template = files("scheduling.plots").joinpath("timeline.html").read_text("utf-8")
     data = json.dumps(
         [_data(chart, adapter_colors(*charts)) for chart in charts], separators=(",", ":"), allow_nan=False
     ).replace("<", "\\u003c")
-    page = {
+    fields = {
         "@TITLE@": escape(title or (timeline.title or "timeline" if compare is None else "Two timelines")),
         "@NOTE@": f"<p>{escape(note)}</p>\n" if note else "",
         "@TABLES@": "\n".join(_table(chart, None if chart is timeline else timeline) for chart in charts),
         "@DATA@": data,
     }
-    for name, text in page.items():
-        template = template.replace(name, text)
-    return template
+    return page_of("scheduling.plots", "timeline.html", fields)
+
+
+def page_of(package: str, template: str, fields: Mapping[str, str]) -> str:
+    """Fills a template of a package, with the colours and charts of all pages. No other file is needed to show it."""
+    text = _read(package, template)
+    for mark, content in {"@THEME@": theme_css(), "@CHARTS@": charts_js(), **fields}.items():
+        text = text.replace(mark, content)
+    return text
+
+
+def theme_css() -> str:
+    """Returns the colours of all pages."""
+    return _read("scheduling.plots", "theme.css")
+
+
+def charts_js() -> str:
+    """Returns the charts of all pages as a part of a script that is not a module."""
+    return _read("scheduling.plots", "charts.js").replace("\nexport ", "\n")
+
+
+def _read(package: str, name: str) -> str:
+    from importlib.resources import files  # slow to import and rarely needed
+
+    return files(package).joinpath(name).read_text("utf-8")
 
 
 def _data(timeline: Timeline, colors: dict[str, str]) -> dict[str, object]:

@@ -10,6 +10,7 @@ import pytest
 from browser import PROGRAM, Browser
 
 import lorafusion_jax as lf
+from lorafusion_jax.cli.main import run
 from lorafusion_jax.log_file import encode_row
 
 
@@ -98,17 +99,39 @@ def test_a_sweep_of_sixteen_stays_small_and_tells_its_adapters_apart(sweep):
     assert sweep.stat().st_size < 300_000
 
 
+@pytest.fixture(scope="module")
+def pages(finished, sweep, tmp_path_factory):
+    """Pages with charts, and what the middle of each chart tells."""
+    folder = tmp_path_factory.mktemp("pages")
+    assert run(["timeline", str(finished[1]), "-o", str(folder / "timeline.html")]) == 0
+    options = ["--gpus", "16", "--policy", "ours", "fifo", "--out", str(folder / "replay.html")]
+    assert run(["simulate", "--example", str(folder / "trace.csv"), *options]) == 0
+    return {
+        "sweep": (sweep, "#chart svg", r"step \d+\n(sweep-.* \d.*\n?)+"),
+        "timeline": (folder / "timeline.html", "canvas", r"(forward|backward|pause|update)"),
+        "replay": (folder / "replay.html", "canvas", r"\d:\d\d"),
+    }
+
+
+@pytest.fixture(scope="module")
+def browser():
+    made = Browser()
+    yield made
+    made.close()
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")
-@pytest.mark.parametrize("width", [390, 1440])
-def test_the_page_of_a_sweep_fits_its_window(sweep, tmp_path, width):
-    browser = Browser()
-    try:
-        browser.resize(width, 900)
-        browser.open(sweep.as_uri())
-        browser.wait("document.querySelectorAll('table tr').length > 16")
-        browser.picture(tmp_path / f"sweep-{width}.png")
-        assert browser.value("document.documentElement.scrollWidth") <= width
-        assert browser.value("document.querySelectorAll('svg path, canvas').length") > 0
-    finally:
-        browser.close()
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("name", ["sweep", "timeline", "replay"])
+def test_pages_with_charts_fit_their_window_and_answer_a_touch(pages, browser, tmp_path, name, width, scheme):
+    page, chart, note = pages[name]
+    browser.set_scheme(scheme)
+    browser.resize(width, 900)
+    browser.open(page.as_uri())
+    browser.wait(f"document.querySelector({chart!r})?.clientHeight > 100")
+    browser.picture(tmp_path / f"{name}-{width}-{scheme}.png")
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    assert browser.is_dark() == (scheme == "dark")
+    assert re.match(note, browser.touch(chart))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 
 import pytest
@@ -59,16 +60,29 @@ def browser():
     made.close()
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
-def test_every_view_fits_its_window(filled, browser, tmp_path, width):
+def test_every_view_fits_its_window(filled, browser, tmp_path, width, scheme):
     running, ids = filled
+    browser.set_scheme(scheme)
     browser.resize(width, 800)
     for view in ("jobs", f"jobs/{ids[2]}", "cluster", "decisions", "keys"):
         browser.open(f"{running.url}/#/{view}")
         browser.wait("document.querySelector('main h2') !== null")
-        browser.picture(tmp_path / f"{view.partition('/')[0]}{len(view)}-{width}.png")
+        browser.picture(tmp_path / f"{view.partition('/')[0]}{len(view)}-{width}-{scheme}.png")
         assert browser.value("document.documentElement.scrollWidth") <= width, view
+        assert browser.is_dark() == (scheme == "dark")
         assert browser.value("document.getElementById('notice').textContent") in ("", "there is no data set sha256-0.")
+
+
+def test_charts_of_a_job_answer_a_touch(filled, browser):
+    running, ids = filled
+    browser.resize(390, 800)
+    browser.open(f"{running.url}/#/jobs/{ids[0]}")
+    browser.wait("document.querySelectorAll('main svg').length", lambda count: count == 2)
+    loss, states = (f"main svg[aria-label^='{label}']" for label in ("training loss, dots: held-out", "states of"))
+    assert re.match(rf"step \d+\n{NAMES[0]}  [\d.]+  held-out [\d.]+ \(step \d+\)$", browser.touch(loss))
+    assert browser.touch(f"{states} rect:last-of-type").startswith("running: ")
 
 
 def test_the_page_is_used_by_keyboard_while_jobs_train(filled, browser):

@@ -29,6 +29,7 @@ from lorafusion_jax.report.page.collect import (
 from lorafusion_jax.report.ranking import Measure, measures_of
 from scheduling import Timeline
 from scheduling.plots.colors import colors_of
+from scheduling.plots.html import page_of
 from scheduling.plots.svg import timeline_svg
 
 TIMELINE_SLOTS = 40  # of a session that are drawn: more would be too narrow to see
@@ -76,10 +77,7 @@ def report_page(runs: Sequence[ReportedRun], *, refresh_s: int | None = None) ->
         ),
         "@DATA@": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    text = page.joinpath("report.html").read_text("utf-8")
-    for mark, content in fields.items():
-        text = text.replace(mark, content)
-    return text
+    return page_of("lorafusion_jax.report.page", "report.html", fields)
 
 
 def _run_names(runs: Sequence[ReportedRun]) -> list[str]:

@@ -93,7 +93,10 @@ def thin(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[t
         return list(points)
     size = math.ceil((len(points) - 1) / (most - 1))
     groups = [points[start : min(start + size, len(points) - 1)] for start in range(0, len(points) - 1, size)]
-    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups] + [points[-1]]
+    means = [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+    return [(step, float(f"{mean:.6g}")) for step, mean in means] + [
+        points[-1]
+    ]  # digits that nobody sees make pages large
 
 
 def differing_settings(config: JobConfig) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,6 @@
 const $ = id => document.getElementById(id);
 const make = (tag, attributes = {}, ...children) => {
-  const node = tag.startsWith("svg:") ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4)) : document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   node.append(...children);
   return node;
@@ -46,60 +46,18 @@ const smoothed = points => {
     return [step, mean / weight];
   });
 };
-const ticks = (low, high, count) => {
-  const raw = (high - low) / count || 1, base = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map(k => k * base).find(k => k >= raw), result = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) result.push(at);
-  return result;
-};
-
 // A chart for each objective: losses of different ones have no common scale.
-let charts = [];
 function draw() {
-  const shown = data.adapters.filter(a => !view.hidden.includes(a.label)), name = view.metric;
-  const usable = points => (points || []).filter(p => !view.log || p[1] > 0);
-  const lines = shown.map(a => ({adapter: a, line: usable(smoothed(a.series[name] || [])), dots: usable(a.series["eval_" + name])})).filter(l => l.line.length || l.dots.length);
-  const groups = name === "lr" ? [lines] : objectives.map(o => lines.filter(l => l.adapter.objective === o));
-  charts = groups.filter(group => group.length).map(group => chart(group, name !== "lr" && objectives.length > 1 ? `${group[0].adapter.objective}: ` : ""));
-  $("chart").replaceChildren(...charts.map(c => c.svg));
+  const shown = data.adapters.filter(a => !view.hidden.includes(a.label)), name = view.metric, wide = Math.max(320, $("chart").clientWidth || 900);
+  const curves = shown.map(a => ({name: a.label, color: a.color, objective: a.objective, line: smoothed(a.series[name] || []), dots: a.series["eval_" + name]}));
+  const groups = name === "lr" ? [curves] : objectives.map(o => curves.filter(c => c.objective === o));
+  const charts = groups.map(group => {
+    const title = (name !== "lr" && objectives.length > 1 && group.length ? `${group[0].objective}: ` : "") + (name === "loss" ? "loss" : WORDS[name] || name);
+    return lineChart(group, {wide, title, log: view.log});
+  }).filter(Boolean);
+  $("chart").replaceChildren(...charts);
   if (!charts.length) $("chart").append(make("p", {}, "nothing recorded yet"));
 }
-function chart(lines, before) {
-  const wide = Math.max(320, $("chart").clientWidth || 900), tall = Math.round(Math.min(380, Math.max(240, wide * 0.4)));
-  const left = 58, right = 12, top = 26, bottom = 40, points = lines.flatMap(l => [...l.line, ...l.dots]);
-  const held = lines.some(l => l.dots.length) ? ", dots: held-out" : "", title = before + (view.metric === "loss" ? "loss" : WORDS[view.metric] || view.metric) + held;
-  const svg = make("svg:svg", {viewBox: `0 0 ${wide} ${tall}`, role: "img", "aria-label": title});
-  const f = view.log ? Math.log10 : v => v, values = points.map(p => f(p[1])), last = Math.max(...points.map(p => p[0]), 1);
-  let low = Math.min(...values), high = Math.max(...values);
-  const pad = (high - low || Math.abs(high) || 1) * 0.04; low -= pad; high += pad;
-  const x = step => left + step / last * (wide - left - right), y = value => top + (high - f(value)) / (high - low) * (tall - top - bottom);
-  for (const at of ticks(low, high, 5)) {
-    const value = view.log ? 10 ** at : at, place = y(value);
-    svg.append(make("svg:line", {class: "grid", x1: left, x2: wide - right, y1: place, y2: place}), make("svg:text", {x: left - 6, y: place + 4, "text-anchor": "end"}, number(value, value >= 100 ? 0 : value >= 1 ? 2 : 3)));
-  }
-  for (const at of ticks(0, last, wide < 500 ? 4 : 8)) if (Number.isInteger(at)) svg.append(make("svg:text", {x: x(at), y: tall - bottom + 16, "text-anchor": "middle"}, String(at)));
-  svg.append(make("svg:text", {class: "title", x: 4, y: 14}, title), make("svg:text", {x: wide - right, y: tall - 6, "text-anchor": "end"}, "optimizer step"));
-  for (const {adapter, line, dots} of lines) {
-    svg.append(make("svg:path", {d: line.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join(""), stroke: adapter.color}));
-    for (const p of dots) svg.append(make("svg:circle", {cx: x(p[0]), cy: y(p[1]), r: 4, fill: adapter.color}));
-  }
-  const cursor = svg.appendChild(make("svg:line", {class: "cursor off", y1: top, y2: tall - bottom}));
-  const scale = {svg, cursor, lines, wide, left, right, last, x};
-  svg.addEventListener("pointermove", event => point(scale, event)); svg.addEventListener("pointerdown", event => point(scale, event)); svg.addEventListener("pointerleave", leave);
-  return scale;
-}
-function point(scale, event) {
-  const box = scale.svg.getBoundingClientRect(), at = (event.clientX - box.left) / box.width * scale.wide;
-  const step = Math.round((at - scale.left) / (scale.wide - scale.left - scale.right) * scale.last);
-  if (step < 0 || step > scale.last) return leave();
-  const nearest = points => points.reduce((a, b) => !a || Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a, null);
-  const rows = scale.lines.map(l => [l.adapter.label, nearest(l.line), nearest(l.dots)]);
-  $("tip").textContent = `step ${step}\n` + rows.map(([name, line, dot]) => `${name}  ${line ? number(line[1]) : ""}${dot ? `  held-out ${number(dot[1])} (step ${dot[0]})` : ""}`).join("\n");
-  scale.cursor.setAttribute("class", "cursor"); scale.cursor.setAttribute("x1", scale.x(step)); scale.cursor.setAttribute("x2", scale.x(step));
-  const tip = $("tip"); tip.style.display = "block";
-  tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)) + "px"; tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
-}
-function leave() { $("tip").style.display = "none"; for (const scale of charts) scale.cursor.setAttribute("class", "cursor off"); }
 for (const id of ["metric", "smooth", "log"]) $(id).addEventListener("input", () => { view.metric = $("metric").value; view.smooth = +$("smooth").value; view.log = $("log").checked; keep(); draw(); });
 
 for (const adapter of data.adapters) {

@@ -21,6 +21,7 @@ from lorafusion_jax.serve.api.access import CALLS, WITHOUT_KEY, Answers, Service
 from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.refusals import completed
 from lorafusion_jax.serve.store.database import StoreError
+from scheduling import plots
 
 LARGEST_BODY, LARGEST_LOGIN = 1 << 20, 4 << 10  # but for data sets
 BODIES, BODIES_OF_OWNER = 48 << 20, 16 << 20  # bytes of bodies in memory
@@ -30,7 +31,14 @@ BODY_S = 30  # for it to arrive
 DEEPEST, BRACKETS = 32, re.compile(rb"[\[\]{}]")
 TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|$)', re.DOTALL)  # in them, commas and brackets count for nothing
 PAGE = Path(__file__).parents[1] / "page"
-FILES = {"/": "index.html", "/app.js": "app.js", "/charts.js": "charts.js", "/style.css": "style.css"}
+PLOTS = Path(plots.__file__).parent
+FILES = {
+    "/": PAGE / "index.html",
+    "/app.js": PAGE / "app.js",
+    "/style.css": PAGE / "style.css",
+    "/charts.js": PLOTS / "charts.js",
+    "/theme.css": PLOTS / "theme.css",
+}
 PROMPTS = (*openai.PATHS, f"{CALLS}asample")  # their bodies may be tokens
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 ROUTERS = (jobs.router, datasets.router, streams.router, admin.router, openai.router)
@@ -71,7 +79,7 @@ def make_app(
     routers = (*ROUTERS, admin.open_router, mlora.router)
     problems.install(app, [route for router in routers for route in router.routes])
     for path, file in FILES.items():
-        app.add_api_route(path, _sender(PAGE / file), include_in_schema=False)
+        app.add_api_route(path, _sender(file), include_in_schema=False)
     app.add_middleware(Guard, service=service, names=names, uploads=uploads)
     return app
 

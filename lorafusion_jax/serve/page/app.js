@@ -1,6 +1,6 @@
 // The page of the service. It reads the same REST API as every other client.
 
-import {chart, timeline} from "/charts.js";
+import {lineChart, spanChart} from "/charts.js";
 
 const main = document.getElementById("main");
 const notice = document.getElementById("notice");
@@ -153,10 +153,14 @@ function actions(job) {
   return el("div", {class: "actions"}, buttons);
 }
 
+const COLORS = {running: "var(--accent)", queued: "var(--warn)", paused: "var(--line)"};
+// Drawn as wide as the page, so that text has the same size everywhere.
+const pageWidth = () => Math.max(280, main.clientWidth - 40);
+
 function spansOf(job) {
   const last = ["done", "failed", "cancelled", "rejected"].includes(job.state);
   return job.transitions.map((step, at) => ({
-    row: step.after, name: `${step.after}: ${step.why || step.event}`, kind: step.after, from: step.at,
+    row: step.after, name: `${step.after}: ${step.why || step.event}`, kind: step.after, color: COLORS[step.after] || "var(--soft)", from: step.at,
     to: job.transitions[at + 1]?.at ?? (last ? step.at : Date.now() / 1000),
   }));
 }
@@ -205,9 +209,9 @@ async function job(id) {
     found.predicted_end ? el("p", {}, `${number(found.steps_per_s, 2)} steps/s, expected to end ${moment(found.predicted_end)}`) : null,
     found.problems.length ? problemList(found.problems) : null,
     el("h3", {}, "Loss"),
-    chart([{name: "training loss", points: steps}, ...(evals.length ? [{name: "held-out loss", points: evals, dots: true}] : [])], `loss of ${found.name} by step`) || el("p", {class: "empty"}, "No steps yet."),
+    lineChart([{name: found.name, color: "var(--accent)", line: steps, dots: evals}], {wide: pageWidth(), title: "training loss"}) || el("p", {class: "empty"}, "No steps yet."),
     el("h3", {}, "States"),
-    timeline(spansOf(found), `states of ${found.name} over time`),
+    spanChart(spansOf(found), {wide: pageWidth(), title: `states of ${found.name} over time`}),
     el("h3", {}, "Log"),
     el("pre", {tabindex: "0"}, log),
     el("h3", {}, "First row, as the model sees it"),
@@ -228,7 +232,7 @@ async function cluster() {
   const details = await Promise.all(items.slice(0, 12).map((one) => api(`/v1/jobs/${one.id}`)));
   const spans = details.reverse().flatMap((one) => spansOf(one).filter((s) => ["queued", "running", "paused"].includes(s.kind)).map((s) => ({...s, row: one.name})));
   const policyLine = `Policy: ${policy}${refused ? `, ${refused} refused decisions` : ""}${problem ? `. Jobs wait: ${problem}` : ""}`;
-  return [el("h2", {}, "Cluster"), el("p", {}, policyLine), ...(parts.length ? parts.flat() : [el("p", {class: "empty"}, "No session is open.")]), el("h3", {}, "Jobs over time"), timeline(spans, "states of the newest jobs over time") || el("p", {class: "empty"}, "Nothing has run yet.")];
+  return [el("h2", {}, "Cluster"), el("p", {}, policyLine), ...(parts.length ? parts.flat() : [el("p", {class: "empty"}, "No session is open.")]), el("h3", {}, "Jobs over time"), spanChart(spans, {wide: pageWidth(), title: "states of the newest jobs over time"}) || el("p", {class: "empty"}, "Nothing has run yet.")];
 }
 
 async function decisions() {
