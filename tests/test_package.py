@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from safetensors import safe_open
 from small_jobs import write_job, write_rows
 
+from lorafusion_jax.examples import draw_llama
+
 ROOT = Path(__file__).resolve().parents[1]
-MAX_BASE_BYTES = 8 * 2**20
+MAX_BYTES = 3_000_000
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +87,8 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
         if key in cache or not key.startswith(("PYTHON", "XLA_", "JAX_"))
     }
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    if cwd is not None:
+        environment["XDG_CACHE_HOME"] = str(cwd / "cache")
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -108,13 +114,24 @@ def test_wheel_contains_packages_types_licence_and_examples(wheel):
         "data/ask.jsonl",
         "data/LICENSE.txt",
         "base/config.json",
-        "base/model.safetensors",
         "base/tokenizer.json",
     } <= set(examples)
+    assert "base/model.safetensors" not in examples
     assert {name.split("/")[0] for name in examples} == {"demo.yaml", "data", "base"}, "only what the demo needs"
-    assert sum(size for name, size in examples.items() if name.startswith("base/")) <= MAX_BASE_BYTES
+    assert wheel.stat().st_size < MAX_BYTES
     assert any(name.endswith("licenses/LICENSE") for name in sizes)
     assert not [name for name in sizes if "__pycache__" in name or name.startswith("tests/")]
+
+
+def test_the_weights_that_a_wheel_draws_are_those_of_the_base():
+    base = ROOT / "examples" / "base"
+    drawn = draw_llama(json.loads((base / "config.json").read_text("utf-8")))
+    with safe_open(base / "model.safetensors", "numpy") as file:
+        trained = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        assert {name: (list(array.shape), "BF16") for name, array in drawn.items()} == {
+            name: (part.get_shape(), part.get_dtype()) for name, part in trained.items()
+        }
+    assert all(array.dtype == "bfloat16" for array in drawn.values())
 
 
 TRAIN = f"""
@@ -133,7 +150,7 @@ def test_the_installed_wheel_checks_its_demo(installed, outside):
     code = "from lorafusion_jax.examples import examples_directory; print(examples_directory())"
     where = run(installed / "python", "-c", code, cwd=outside)
     examples = Path(where.strip())
-    assert installed.parent in examples.parents
+    assert outside / "cache" in examples.parents
     run(installed / "lorafusion", "check", examples / "demo.yaml", cwd=outside)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lorafusion_jax.cli.common import next_command
-from lorafusion_jax.examples import examples_directory
+from lorafusion_jax.examples import IN_WHEEL, examples_directory
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.format import count, duration, percent
@@ -38,7 +38,8 @@ def command(
     config = load_config(jobs)
     console.print(
         f"[bold]lorafusion demo[/bold]: {len(config.adapters)} adapters of one {Path(config.base.model).name} model, "
-        f"on this machine, no download\n  job file {jobs}\n  run folder {folder}\n",
+        f"on this machine, no download\n  job file {jobs}\n  run folder {folder}\n"
+        + ("  its weights are random: a checkout of the sources has trained ones\n" if IN_WHEEL.is_dir() else ""),
         highlight=False,
     )
     result = watch(console, folder, config, lambda listeners: train(config, folder, listeners=listeners))

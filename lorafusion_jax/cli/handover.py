@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
@@ -177,6 +173,10 @@ class Server:
         Raises:
             RunError: `handover.no-server`, `handover.refused`.
         """
+        import http.client  # slow to import, and not for --help
+        import urllib.error
+        import urllib.request
+
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         try:
             with ExitStack() as files:
@@ -318,6 +318,8 @@ def read_key(path: Path | None) -> str | None:
 
 def checked_url(url: str) -> str:
     """The URL of a server, without a path of its routes."""
+    from urllib.parse import urlsplit  # slow to import, and not for --help
+
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
