@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import lorafusion_jax as lf
+from benchmarks.conditions import conditions
 from benchmarks.harness import write_within_budget
 from lorafusion_jax.log_file import read_rows
 
@@ -42,7 +43,7 @@ def measure(small: bool) -> Iterator[dict[str, Any]]:
             rises[row["task"]].append(row["last"] - row["first"])
             yield row
     for task, values in rises.items():
-        yield {"task": task, "seeds": len(values), "rise": _shown(values)}
+        yield {"task": task, "seeds": len(values), "rise": _shown(values)} | conditions()
 
 
 def train(seed: int, *, small: bool) -> list[dict[str, Any]]:
