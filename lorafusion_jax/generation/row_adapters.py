@@ -38,7 +38,10 @@ class RowAdapters:
 
     def _product(self, static: Static, ops: Operands, i: int, s_TC: jax.Array | None, mine_TA1: jax.Array) -> jax.Array:
         x, bias = ops.x, ops.biases[i]
-        y_TN = frozen_product(x, ops.ws[i], static.y_dtype)
+        dtype = x.dtype if static.y_dtype is None else static.y_dtype
+        # Training's kernels round the sum of both products once, its XLA products each: samples have the same log p.
+        sum_dtype = jnp.float32 if s_TC is not None and target_platform() in ("gpu", "cuda") else dtype
+        y_TN = frozen_product(x, ops.ws[i], sum_dtype)
         y_TN = y_TN if bias is None else y_TN + bias.astype(y_TN.dtype)
         if s_TC is None:
             return y_TN
@@ -49,7 +52,7 @@ class RowAdapters:
         low_TN = jnp.matmul(
             masked_TC, b.reshape(A * R, N), precision=_precision(x.dtype), preferred_element_type=y_TN.dtype
         )
-        return y_TN + low_TN
+        return (y_TN + low_TN).astype(dtype)
 
 
 def _down(ops: Operands) -> list[jax.Array]:

@@ -36,6 +36,17 @@ def test_each_row_meets_its_own_adapter_only():
         run(SLOTS[:4])
 
 
+def test_a_gpu_rounds_the_sum_of_both_products_once_as_in_training(monkeypatch):
+    monkeypatch.setattr(row_adapters, "target_platform", lambda: "cuda")
+    x, w, a, b = (drawn(*shape, dtype=jnp.bfloat16) for shape in ((8, 12), (12, 10), (3, 12, 4), (3, 4, 10)))
+    options = {"tile_adapter": np.zeros(8, np.int32), "scale": np.ones(3, np.float32)}
+    (y,) = multi_lora_linears(x, [w], [a], [b], implementation=row_adapters.NAME, **options)
+    factors = ((x, w), (x @ a[0], b[0]))
+    full, low = (left.astype(jnp.float32) @ right.astype(jnp.float32) for left, right in factors)
+    np.testing.assert_array_equal(y, (full + low).astype(jnp.bfloat16))
+    assert (y != full.astype(jnp.bfloat16) + low.astype(jnp.bfloat16)).any()
+
+
 def test_one_launch_multiplies_by_the_a_of_siblings():
     x, banks = drawn(128, 512, dtype=jnp.bfloat16), [drawn(512, width, dtype=jnp.bfloat16) for width in (64, 128)]
     for parts, a in zip(jax.jit(down_all)(x, banks), banks, strict=True):
