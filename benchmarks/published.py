@@ -15,6 +15,7 @@ from benchmarks.agreement import joint_alone, parity
 from benchmarks.csv_rows import RESULTS, Row, markdown
 from benchmarks.csv_rows import rows as rows_of
 from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
+from benchmarks.joining_report import joining, joining_peft, joining_rl
 from benchmarks.online_report import (
     online_claims,
     online_decision,
@@ -473,6 +474,7 @@ TABLES: dict[str, Callable[[], str]] = {
         pipelines, quantised_bases, peers_in_short, peers, peers_compiled, sizes, flax_model, adapter_counts,
         quantised_loss, quantised_depth, online_targets, online_claims, online_held_out, online_large, online_queue,
         online_ideas, online_throughput, online_rates, online_decision, long_samples,
-        longer_samples, parity, joint_alone, tensor, plan_floors, pipeline_claims,
+        longer_samples, parity, joint_alone, tensor, plan_floors, pipeline_claims, joining,
+        joining_peft, joining_rl,
     )
 }  # fmt: skip

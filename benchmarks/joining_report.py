@@ -1,0 +1,72 @@
+"""Tables of the page "Does joining pay?", of rows of `joining.py` and `learning.py`."""
+
+from __future__ import annotations
+
+from benchmarks.csv_rows import Row, markdown
+from benchmarks.csv_rows import rows as rows_of
+
+JOINING, PEERS = "joining_h200_2026-11-29/joining.jsonl", "joining_h200_2026-11-29/peers.jsonl"
+LEARNING = "learning_cpu_2026-11-29/learning.jsonl"
+CELL = ("batch", "rank", "tokens", "quantize")
+
+
+def _measured(part: str) -> list[Row]:
+    return [row for row in rows_of(JOINING) if row["part"] == part and "error" not in row]
+
+
+def joining() -> str:
+    """Supervised fine-tuning: adapters together, and one by one, both at the best size of microbatches."""
+    rows = _measured("sft")
+    alone = {tuple(row[key] for key in CELL): row for row in rows if row["way"] == "one by one"}
+    lines = []
+    for row in sorted(rows, key=lambda row: row["batch"]):
+        if row["way"] == "one by one" or (one := alone.get(tuple(row[key] for key in CELL))) is None:
+            continue
+        ratio = row["useful_tokens_per_s"] / one["useful_tokens_per_s"]
+        own_s = row["batch"] * row["tokens"] / one["useful_tokens_per_s"]  # of one adapter alone
+        lines.append(
+            (
+                row["batch"], row["tokens"], row["rank"], row["adapters"], row["quantize"].replace("none", "bf16"),
+                *(f"{way['useful_tokens_per_s'] / 1e3:.1f} k" for way in (one, row)), f"{ratio:.2f}",
+                f"{own_s:.2f}", f"{row['step_s']:.2f}", *(f"{way['predicted_gb'][0]:.0f}" for way in (one, row)),
+            )
+        )  # fmt: skip
+    head = (
+        "rows of a step", "tokens of a row", "rank", "adapters", "base", "useful tokens/s one by one", "together",
+        "together / one by one", "s for a step of one alone", "of all together", "GB one by one", "together",
+    )  # fmt: skip
+    return markdown(head, lines)
+
+
+def joining_peft() -> str:
+    """PEFT in the same session on that card, one adapter."""
+    lines = [
+        (row["global_batch"], f"{row['useful_tokens_per_s'] / 1e3:.1f} k", f"{row['peak_gb']:.0f}")
+        for row in sorted(rows_of(PEERS), key=lambda row: row["global_batch"])
+    ]
+    return markdown(("rows of a step", "useful tokens/s", "GB"), lines)
+
+
+def joining_rl() -> str:
+    """Reinforcement learning: clients that sample, together and one after another."""
+    rows = _measured("rl")
+    alone = next(row for row in rows if row["adapters"] == 1)
+    lines = []
+    for row in rows:
+        if row["adapters"] > 1:
+            turns_s = row["adapters"] * alone["step_s"]
+            lines.append((row["adapters"], "one after another", f"{turns_s:.1f}", _share(alone), "1.00"))
+            lines.append(
+                (row["adapters"], "together", f"{row['step_s']:.1f}", _share(row), f"{turns_s / row['step_s']:.2f}")
+            )
+    return markdown(("clients", "way", "s for a step of all", "of it sampling", "times as fast"), lines)
+
+
+def _share(row: Row) -> str:
+    return f"{row['sampling_s'] / row['step_s']:.0%}"
+
+
+def learning() -> str:
+    """Mean rise of the reward of each task over seeds."""
+    lines = [(row["task"], row["seeds"], row["rise"]) for row in rows_of(LEARNING) if "rise" in row]
+    return markdown(("task", "seeds", "rise of the mean reward"), lines)
