@@ -25,9 +25,9 @@ def main(steps: int = 30) -> list[float]:
         "train": {"block_layers": 1, "max_steps": steps},
         "lora": {"rank": 8, "targets": ["q_proj", "v_proj", "down_proj"]},
         "optim": {"lr": 5e-3, "schedule": "constant"},
-        "objective": "rloo",
+        "objective": "grpo",
         "rollout": {
-            "prompts": str(EXAMPLES / "rl" / "words.jsonl"),  # {"prompt": "Say the word of number 7.", "word": "list"}
+            "prompts": str(EXAMPLES / "rl" / "words.jsonl"),  # {"prompt": "Say the word of number 7.", "word": "…"}
             "tool": f"{functions}:tool",  # (row, answers so far) -> what the adapter reads next
             "turns": 2,  # an answer, the tool, and the answer that is rewarded
             "reward": f"{functions}:used",
