@@ -79,14 +79,13 @@ def parse_examples(
     Raises:
         DataError, ErrorList: the codes in `PROBLEMS`, each with its rows, and `rows.problems`.
     """
-    parse = PARSERS[layout.format]
+    parse, types = PARSERS[layout.format], rows.types_of_texts(layout.types)
     examples: list[Example] = []
     shortened: list[int] = []
     problems = _Problems()
     for number, row in enumerate(rows.values):
         try:
-            typed = typed_row(row, layout.types) if rows.untyped else row
-            example = parse(typed, layout.columns, need_answer)
+            example = parse(typed_row(row, types), layout.columns, need_answer)
             examples.append(_within_size(example, cut_at))
             if examples[-1] is not example:
                 shortened.append(number)

@@ -105,13 +105,17 @@ class Rows:
         error.rows, error.count = tuple(self.number(row) for row, _ in bad), len(bad)
         return error
 
+    def types_of_texts(self, types: Mapping[str, CellType]) -> dict[str, CellType]:
+        """Returns which columns' texts may hold something else: in a file with types, messages as JSON alone."""
+        return {name: kind for name, kind in types.items() if self.untyped or kind == "messages"}
+
     def number(self, row: int) -> int:
         """Number of a row in the source."""
         return self.first + row if self.numbers is None else self.numbers[row]
 
 
 def typed_row(row: Mapping[str, Any], types: Mapping[str, CellType]) -> dict[str, Any]:
-    """Returns a row whose cells are texts with the flags, numbers, lists and messages of some columns.
+    """Returns a row with the flags, numbers, lists and messages that the texts of some columns hold.
 
     Empty cells of flags, numbers and lists are absent.
 
@@ -149,8 +153,11 @@ def messages_or_text(text: str) -> list | dict | str:
     except (ValueError, RecursionError):
         return text
     messages = value if isinstance(value, list) else [value]
-    are_messages = messages and all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in messages)
-    return value if are_messages else text  # pyright: ignore[reportReturnType]
+    keys = [item.keys() for item in messages if isinstance(item, dict)]
+    if len(keys) < len(messages) or not all({"role", "from"} & of_one for of_one in keys):
+        return text
+    is_chat = any({"content", "value", "tool_calls"} & of_one for of_one in keys)
+    return value if is_chat else text  # pyright: ignore[reportReturnType]
 
 
 def type_name(value: object) -> str:

@@ -49,13 +49,12 @@ def read_samples(
         DataError, ErrorList: data.missing-column, data.unknown-role; data.bad-row, with the rows and the reason;
             data.partial-column; data.no-group; and `rows.problems`.
     """
-    column_of = columns_of(rows, chosen, columns)
+    column_of, types = columns_of(rows, chosen, columns), rows.types_of_texts(chosen.objective.types)
     bad: list[tuple[int, str]] = []
     samples_of: list[list[_OneRow]] = []  # of each row
     for number, row in enumerate(rows.values):
         try:
-            values = {role: row[name] for role, name in column_of.items() if name in row}
-            values = typed_row(values, chosen.objective.types) if rows.untyped else values
+            values = typed_row({role: row[name] for role, name in column_of.items() if name in row}, types)
             samples_of.append(_expanded(chosen, number, values))
         except KeyError as missing:
             bad.append((number, f"it has no '{column_of.get(missing.args[0], missing.args[0])}'"))

@@ -425,7 +425,12 @@ def write_csv(path, rows: list[dict]) -> None:
             table.writerow({key: cell if isinstance(cell, str) else json.dumps(cell) for key, cell in row.items()})
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def as_texts(row: dict) -> dict:
+    """The row as pandas writes it: messages are JSON in a text."""
+    return {key: json.dumps(cell) if isinstance(cell, dict | list) else cell for key, cell in row.items()}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "texts.jsonl"])
 @pytest.mark.parametrize(("objective", "row", "same", "unused"), LAYOUTS)
 def test_layouts_of_preferences_give_the_same_samples(objective, row, same, unused, suffix, tmp_path, tokenizer):
     def read(name: str, row: dict):
@@ -436,6 +441,7 @@ def test_layouts_of_preferences_give_the_same_samples(objective, row, same, unus
         if name.endswith("csv"):
             write_csv(tmp_path / name, rows)
         else:
+            rows = [as_texts(row) for row in rows] if "texts" in name else rows
             (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return load_samples(
             name,
@@ -484,10 +490,18 @@ def test_tables_with_other_signs_between_cells(sign, blocks, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("form", ["messages", "conversations"])
+@pytest.mark.parametrize("form", ["messages", "conversations", "lists"])
 def test_messages_as_a_text(load, tokenizer, form):
-    samples = load([{form: json.dumps(FORMS[form][form])}])
+    samples = load([as_texts(FORMS[form])])
     assert text_of(samples, tokenizer) == text_of(load([FORMS[form]]), tokenizer)
+
+
+@pytest.mark.parametrize("answer", ['{"role": "chair", "name": "Ada"}', '[{"from": "Ulm", "to": "Bonn"}]', "[]", "[{"])
+def test_answers_in_json_that_are_no_messages_stay_texts(answer, load, tmp_path):
+    row = {"prompt": "Who?", "completion": answer}
+    write_csv(tmp_path / "rows.csv", [row])
+    for samples in (load([row]), load((tmp_path / "rows.csv").read_text(), name="rows.csv")):
+        assert samples.digest == load([{"prompt": "Who?", "completion": [ANSWER | {"content": answer}]}]).digest
 
 
 @pytest.mark.parametrize(
