@@ -45,11 +45,7 @@ def read_ropes(
         thetas[SLIDING] = hf.rope_local_base_freq or local
     nested = {key: value for key, value in settings.items() if isinstance(value, dict)}
     if nested:
-        if (
-            nested.keys() != settings.keys()
-            or not nested.keys() <= {*LAYER_TYPES}
-            or "layer_types" not in family.meanings
-        ):
+        if nested.keys() != settings.keys() or not nested.keys() <= {*LAYER_TYPES} or family.scaled_layers != FULL:
             unsupported.append("rope parameters differ between layers")
             return {}
         by_type: Mapping[str, Any] = {name: nested.get(name, {}) for name in LAYER_TYPES}

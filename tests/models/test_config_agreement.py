@@ -183,6 +183,13 @@ def test_ropes_that_transformers_does_not_read_are_refused(family, keys, words):
     assert words in refusal(DEFAULTS[family] | keys)
 
 
+def test_ropes_by_type_of_layer_are_read_where_transformers_reads_them():
+    """Its other families look for one rope in this table, and fail or compute with a default of theirs."""
+    by_type = {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN | {"rope_theta": 2e4}}}
+    families = {family for family in DEFAULTS if reading(DEFAULTS[family] | by_type) is not None}
+    assert families == {"gemma3_text", "gemma4_text", "gemma4_unified_text", "olmo3"}
+
+
 @pytest.mark.parametrize("keys", [
     {"rope_parameters": {"rope_type": ["yarn"], "type": {}}},
     {"rope_scaling": [1], "rope_parameters": {"a": {"b": []}}},
