@@ -39,12 +39,11 @@ if TYPE_CHECKING:
 # taken as they are, or where the server and the adapter say so; no other type takes them.
 FUSED_EXPERTS = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
 FLAGGED_EXPERTS = (
-    "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared", "lfm2_moe",
-    "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "granitemoe",
+    "granitemoeshared", "lfm2_moe", "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 EXPERTS_FLAG, EXPERTS_KEY = "--enable-mixed-moe-lora-format", "is_3d_lora_weight"
-NOT_TRIED = ("llama4", "llama4_text", "olmo_hybrid")
-WITHOUT_LORA = ("bamba", "stablelm", *NOT_TRIED)
+WITHOUT_LORA = ("bamba", "stablelm")
 SPLIT = {"glm4": "gate_up_proj"}  # a projection that vLLM reads in two parts only
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes
 
@@ -66,8 +65,10 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], model_t
     """
     plain = {name: pair for name, pair in folders.items() if _is_plain(pair[0])}
     lines = []
-    vllm_folders = {name: pair for name, pair in plain.items() if _in_vllm(pair[0], model_type)}
-    if vllm_folders and (rank := _served_rank(max(spec.rank for spec, _ in vllm_folders.values()))) is not None:
+    vllm_folders = {name: pair for name, pair in plain.items() if not why_not_in_vllm(pair[0], model_type)}
+    if vllm_folders:
+        longest = max(spec.rank for spec, _ in vllm_folders.values())
+        rank = next(limit for limit in VLLM_RANKS if limit >= longest)
         flagged = [name for name, (spec, _) in vllm_folders.items() if needs_flag(spec, model_type)]
         modules = " ".join(
             shlex.quote(json.dumps({"name": name, "path": str(folder), EXPERTS_KEY: True}))
@@ -108,10 +109,19 @@ def needs_flag(spec: AdapterSpec, model_type: str) -> bool:
     return spec.on_experts and model_type in FLAGGED_EXPERTS
 
 
-def _in_vllm(spec: AdapterSpec, model_type: str) -> bool:
-    if model_type in ("", *WITHOUT_LORA) or SPLIT.get(model_type) in spec.targets:
-        return False
-    return not spec.on_experts or model_type in (*FUSED_EXPERTS, *FLAGGED_EXPERTS)
+def why_not_in_vllm(spec: AdapterSpec, model_type: str) -> str:
+    """Why vLLM does not load an adapter as it was trained; "" if it does. See `commands`."""
+    if not _is_plain(spec):
+        return "it takes LoRA of one rank and alpha, without heads and tokens, on both projections of experts or none"
+    if not model_type:
+        return "how it names projections depends on the base"
+    if model_type in WITHOUT_LORA:
+        return f"it has no LoRA for {model_type}"
+    if SPLIT.get(model_type) in spec.targets:
+        return f"it reads {SPLIT[model_type]} in two parts"
+    if spec.on_experts and model_type not in (*FUSED_EXPERTS, *FLAGGED_EXPERTS):
+        return f"it does not read adapters of {model_type}'s experts as PEFT stores them"
+    return "" if spec.rank <= VLLM_RANKS[-1] else f"it takes no rank above {VLLM_RANKS[-1]}"
 
 
 def _is_plain(spec: AdapterSpec) -> bool:
@@ -120,10 +130,6 @@ def _is_plain(spec: AdapterSpec) -> bool:
     experts = [name for name in EXPERTS if name in spec.targets]
     has_layers_only = spec.patterns is None and spec.head is None and spec.tokens is None
     return spec.kind == PLAIN and has_layers_only and len(experts) in (0, len(EXPERTS))
-
-
-def _served_rank(rank: int) -> int | None:
-    return next((limit for limit in VLLM_RANKS if limit >= rank), None)
 
 
 DTYPES = ("float32", "bfloat16")
@@ -197,7 +203,11 @@ def command(
         base = config.base.hub_id or str(config.base.model)
         named = [*sources] if len(sources) <= MOST_LINES else [*sources][:MOST_COMMANDS]
         folders = {name: (specs[name], targets[name]) for name in named}
-        for line in commands(base, folders, type_of(base_if_here(config)))[:MOST_COMMANDS]:
+        model_type = type_of(base_if_here(config))
+        lines = commands(base, folders, model_type)[:MOST_COMMANDS]
+        reasons = {name: why_not_in_vllm(specs[name], model_type) for name in named}
+        lines += [f"no command of vLLM for {name}: {why}" for name, why in reasons.items() if why][:MOST_COMMANDS]
+        for line in lines:
             console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
     first = next(iter(sources), "")
     if merge:
@@ -262,11 +272,7 @@ class Export:
         if self.is_brief:
             return
         if model is None:
-            say(
-                console,
-                f"  {self.config.base.model} is not here: as the run wrote it, without a command of vLLM",
-                "yellow",
-            )
+            say(console, f"  {self.config.base.model} is not here: as the run wrote it", "yellow")
         console.print(f"exported {self.name} (step {step_of(self.source)}): {self.to}", highlight=False, markup=False)
         console.print(
             f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, targets {', '.join(spec.targets)}", highlight=False

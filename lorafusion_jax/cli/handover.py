@@ -22,6 +22,7 @@ from lorafusion_jax.cli.export import (
     exported_folder,
     needs_flag,
     type_of,
+    why_not_in_vllm,
 )
 from lorafusion_jax.errors import ConfigError, RunError, shortened_text
 from lorafusion_jax.readable import SETTINGS, open_regular, read_text
@@ -104,7 +105,7 @@ def command(
             server, load = folder_loader(kind, url, spec, base, model_type, key=key, timeout_s=timeout_s)
         except ConfigError as problem:
             fix = problem.fix or f"lorafusion export {run} {adapter} --merge --to FOLDER, and serve the merged model"
-            raise ConfigError(problem.code, problem.what, fix=fix) from None
+            raise ConfigError(problem.code, problem.what, why=problem.why, fix=fix) from None
     console, served_name = out(), name or adapter
     ask = load(server, served_name, path or str(source.resolve()))
     console.print(
@@ -145,7 +146,8 @@ def folder_loader(
     lines = commands(base, {"adapter": (spec, Path("folder"))}, model_type if kind == "vllm" else "gpt_oss")
     serve = next((line for line in lines if line.startswith("vllm")), None)
     if serve is None:
-        raise ConfigError("handover.form", f"{spec.name} has a form that servers do not load as an adapter.")
+        message = f"{spec.name} has a form that servers do not load as an adapter."
+        raise ConfigError("handover.form", message, why=why_not_in_vllm(spec, model_type) if kind == "vllm" else "")
     flagged = kind == "vllm" and needs_flag(spec, model_type)
     before, behind = START[kind]
     start = f"{before} {base} {behind.format(rank=serve.split('--max-lora-rank ')[1].split()[0])}"

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.cli import export
-from lorafusion_jax.cli.export import commands
+from lorafusion_jax.cli.export import commands, why_not_in_vllm
 from lorafusion_jax.digests import is_intact
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.peft.folder import read_adapter
@@ -127,18 +127,21 @@ def test_other_programs_are_named_where_they_keep_the_meaning_of_an_adapter():
     assert "--enable-mixed-moe-lora-format" in commands("base", folders, "olmoe")[0]
 
 
-@pytest.mark.parametrize(("model_type", "target", "served"), [
-    ("bamba", "q_proj", False), ("glm4", "gate_up_proj", False), ("glm4", "o_proj", True),
-    ("phi3", "gate_up_proj", True), ("gpt_neox", "query_key_value", True), ("glm_moe_dsa", "o_proj", True),
-    ("lfm2_moe", "experts", True), ("nemotron_h", "experts", False), ("deepseek_v32", "experts", False),
-    ("", "q_proj", False),
+@pytest.mark.parametrize(("model_type", "target", "why"), [
+    ("bamba", "q_proj", "no LoRA for bamba"), ("glm4", "gate_up_proj", "gate_up_proj in two parts"),
+    ("glm4", "o_proj", ""), ("phi3", "gate_up_proj", ""), ("gpt_neox", "query_key_value", ""),
+    ("glm_moe_dsa", "experts", ""), ("lfm2_moe", "experts", ""), ("deepseek_v32", "experts", ""),
+    ("nemotron_h", "experts", "nemotron_h's experts"), ("llama4", "o_proj", ""), ("olmo_hybrid", "g_proj", ""),
+    ("", "q_proj", "depends on the base"),
 ])  # fmt: skip
-def test_no_command_is_printed_for_what_vllm_does_not_load(model_type, target, served):
+def test_no_command_is_printed_for_what_vllm_does_not_load(model_type, target, why):
     on_experts = target == "experts"
     spec = AdapterSpec(name="law", rank=8, alpha=8, targets=tuple(EXPERTS) if on_experts else (target,))
     lines = commands("base", {"law": (spec, Path("out/law"))}, model_type)
-    assert [line.split()[0] for line in lines] == ["vllm"] * served + ["python"] * (not on_experts)
-    assert any("--enable-mixed-moe-lora-format" in line for line in lines) is (served and on_experts)
+    assert [line.split()[0] for line in lines] == ["vllm"] * (not why) + ["python"] * (not on_experts)
+    assert any("--enable-mixed-moe-lora-format" in line for line in lines) is (not why and on_experts)
+    assert why in (reason := why_not_in_vllm(spec, model_type))
+    assert bool(reason) is bool(why)
 
 
 def test_an_export_names_no_folder_of_its_run_and_its_card_is_one_for_the_hub(lorafusion, finished, tmp_path):

@@ -123,6 +123,7 @@ def test_an_adapter_is_delivered_where_its_base_is_not(lorafusion, finished, ser
     outcome = lorafusion("export", run, "law", "--to", tmp_path / "law")
     assert outcome.code == 0, outcome.err
     assert "is not here" in outcome.out
+    assert "no command of vLLM for law: how it names projections depends on the base" in outcome.out
     assert "vllm serve" not in outcome.out
     assert read_adapter(tmp_path / "law")[0].rank == read_adapter(run / "adapters/law/latest")[0].rank
     on_experts = lambda spec: replace(spec, targets=tuple(EXPERTS), dropout=0.0)  # noqa: E731

@@ -252,7 +252,8 @@ VLLM_LINEARS = {
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "input_linear", "output_linear", "w1", "w2",
     "w3", "c_fc", "c_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_qkvz", "in_proj_ba",
-    "per_layer_input_gate", "per_layer_projection", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h",
+    "a_proj", "b_proj", "g_proj", "per_layer_input_gate", "per_layer_projection", "query_key_value", "dense",
+    "dense_h_to_4h", "dense_4h_to_h",
 }  # fmt: skip
 
 
