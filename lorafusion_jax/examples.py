@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).resolve().parent
 IN_WHEEL = PACKAGE / "_examples"
+WEIGHTS = "base/model.safetensors"
 
 
 def examples_directory() -> Path:
@@ -29,18 +30,24 @@ def examples_directory() -> Path:
 def _with_weights(examples: Path) -> Path:
     from lorafusion_jax.tensor_file import write_tensors
 
-    files = sorted((str(path.relative_to(examples)), path.stat().st_size) for path in examples.rglob("*.*"))
-    folder = user_cache(f"examples-{crc32(repr(files).encode()):08x}")
-    if not folder.exists():
+    files = {str(path.relative_to(examples)): path.read_bytes() for path in sorted(examples.rglob("*.*"))}
+    folder = user_cache(f"examples-{crc32(repr((files, Path(__file__).read_bytes())).encode()):08x}")
+
+    def is_whole() -> bool:
+        return all((folder / name).is_file() for name in (*files, WEIGHTS))
+
+    if not is_whole():
         make_folder(folder.parent)
         with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
             copy = shutil.copytree(examples, Path(parent) / "examples")
             config = json.loads((copy / "base" / "config.json").read_text("utf-8"))
-            write_tensors(copy / "base" / "model.safetensors", draw_llama(config))
+            write_tensors(copy / WEIGHTS, draw_llama(config))
+            if not is_whole():  # something that cleans caches took a file
+                shutil.rmtree(folder, ignore_errors=True)
             try:
                 copy.rename(folder)
             except OSError:  # another process was first
-                if not folder.exists():
+                if not is_whole():
                     raise
     return folder
 

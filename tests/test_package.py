@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,6 +17,7 @@ from packaging.utils import canonicalize_name
 from safetensors import safe_open
 from small_jobs import write_job, write_rows
 
+from lorafusion_jax import examples
 from lorafusion_jax.examples import draw_llama
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,6 +134,22 @@ def test_the_weights_that_a_wheel_draws_are_those_of_the_base():
             name: (part.get_shape(), part.get_dtype()) for name, part in trained.items()
         }
     assert all(array.dtype == "bfloat16" for array in drawn.values())
+
+
+def test_examples_of_a_wheel_are_made_again_where_they_are_others_or_lack_a_file(tmp_path, monkeypatch):
+    wheel = shutil.copytree(ROOT / "examples", tmp_path / "wheel", ignore=shutil.ignore_patterns("*.safetensors"))
+    monkeypatch.setattr(examples, "IN_WHEEL", wheel)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = examples.examples_directory()
+    weights = (first / examples.WEIGHTS).read_bytes()
+    for name in (examples.WEIGHTS, "base/tokenizer.json"):
+        (first / name).unlink()
+        assert examples.examples_directory() == first
+        assert (first / name).is_file()
+    assert (first / examples.WEIGHTS).read_bytes() == weights
+    rows = (wheel / "data/ask.jsonl").read_bytes()
+    (wheel / "data/ask.jsonl").write_bytes(rows.swapcase())  # of another version, and as long
+    assert (examples.examples_directory() / "data/ask.jsonl").read_bytes() == rows.swapcase()
 
 
 TRAIN = f"""
