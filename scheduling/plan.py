@@ -116,6 +116,10 @@ class Plan:
 
         Incomplete batches of stopped adapters are not listed.
         """
+        yield from self._batches_ending
+
+    @cached_property
+    def _batches_ending(self) -> list[tuple[int, str, int]]:
         last: dict[tuple[str, int], int] = {}
         due = {(name, batch): size for name, _ in self.stopped for batch, size in self.job_of[name].batch_sizes()}
         for index, slot in enumerate(self.slots):
@@ -124,7 +128,7 @@ class Plan:
                 last[batch] = index
                 if batch in due:
                     due[batch] -= 1
-        yield from sorted((index, name, batch) for (name, batch), index in last.items() if not due.get((name, batch)))
+        return sorted((index, name, batch) for (name, batch), index in last.items() if not due.get((name, batch)))
 
     @cached_property
     def digest(self) -> str:

@@ -78,13 +78,14 @@ class Limit:
 def plan_statistics(plan: Plan, cost_model: CostModel, *, timeline: Timeline | None = None) -> PlanStatistics:
     """Computes the statistics of a plan. Times come from the cost model, or from `timeline` if given."""
     timeline = simulate(plan, cost_model) if timeline is None else timeline
+    padding = _tile_padding(plan)
     return PlanStatistics(
         slots=plan.num_slots,
         microbatches=plan.num_slots - plan.num_noops,
         noops=plan.num_noops,
         tokens=plan.tokens,
         density=plan.density,
-        tile_share=_tile_padding(plan) / plan.room if plan.room else 0.0,
+        tile_share=padding / plan.room if plan.room else 0.0,
         lower_bound=plan.lower_bound,
         gap=plan.gap,
         duration_s=timeline.duration_s,
@@ -92,7 +93,7 @@ def plan_statistics(plan: Plan, cost_model: CostModel, *, timeline: Timeline | N
         bubble_share=timeline.bubble_share,
         fill_drain_s=timeline.fill_drain_s,
         adapters=_adapters(plan, timeline),
-        limits=_limits(plan, timeline),
+        limits=_limits(plan, timeline, padding),
     )
 
 
@@ -112,7 +113,7 @@ def _adapters(plan: Plan, timeline: Timeline) -> tuple[AdapterStatistics, ...]:
     )
 
 
-def _limits(plan: Plan, timeline: Timeline) -> tuple[Limit, ...]:
+def _limits(plan: Plan, timeline: Timeline, padding: int) -> tuple[Limit, ...]:
     """Shares of stages · duration that do no useful work, largest first; shares below half a percent are dropped."""
     stage_seconds = plan.num_stages * timeline.duration_s
     if not stage_seconds:
@@ -120,7 +121,7 @@ def _limits(plan: Plan, timeline: Timeline) -> tuple[Limit, ...]:
     busy = sum(timeline.busy_s) / stage_seconds
     capacities = [capacity for slot, capacity in zip(plan.slots, plan.slot_capacities, strict=True) if not slot.is_noop]
     room = max(1, sum(capacities)) * plan.data_parallel
-    tiles = _tile_padding(plan) / room
+    tiles = padding / room
     empty = 1 - plan.tokens / room - tiles
     slowest = max(timeline.busy_s)
     uneven = sum(slowest - stage for stage in timeline.busy_s) / stage_seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -63,8 +63,8 @@ def find_violations(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> lis
     table = _Table.of(plan, index_of, violations)
     violations += _sizes(plan)
     violations += _capacity(plan, expected_jobs, table)
-    for index, job in enumerate(expected_jobs):
-        violations += _one_job(plan, job, table.rows_of(index))
+    for job, rows in zip(expected_jobs, table.by_job(len(expected_jobs)), strict=True):
+        violations += _one_job(plan, job, rows)
     return violations
 
 
@@ -100,9 +100,13 @@ class _Table:
         epoch, batch, sample, slot, replica = (column[in_plan] for column in columns)
         return _Table(job=job[in_plan], epoch=epoch, batch=batch, sample=sample, slot=slot, replica=replica)
 
-    def rows_of(self, index: int) -> _Table:
-        keep = self.job == index
-        return _Table(**{name: getattr(self, name)[keep] for name in self.__dataclass_fields__})
+    def by_job(self, count: int) -> Iterator[_Table]:
+        """Yields the rows of each job."""
+        order = np.argsort(self.job, kind="stable")
+        ends = np.searchsorted(self.job[order], np.arange(count + 1))
+        for start, end in pairwise(ends.tolist()):
+            rows = order[start:end]
+            yield _Table(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
 
 
 def _layouts(plan: Plan) -> list[Violation]:

@@ -176,14 +176,14 @@ class Session(OpenSession):
         read; with several stages or processes no slot may be in flight.
 
         Args:
-            wanted: at most `num_places`.
+            wanted: at most `num_places`. Those that have not joined yet are left out.
         """
         places = self._stack.places
         if not self._stack.paged or places is None:
             return
         # Whoever else trains stays where there is room.
         others = [name for name in self.index if name not in wanted and self.tasks[name].status == "running"]
-        names = [*wanted, *others][: self.num_places]
+        names = [name for name in (*wanted, *others) if name in self.tasks][: self.num_places]
         index = places.arrange({name: self.tasks[name].spec.rank for name in names}, self.index)
         coming = {name: place for name, place in index.items() if self.index.get(name) != place}
         leaving = [name for name, place in self.index.items() if place in coming.values() or name in coming]
@@ -197,7 +197,7 @@ class Session(OpenSession):
     def send_ahead(self, uses: NextUses, slot: int) -> None:
         """Begins to send the arrays of adapters that come to places next, while others train."""
         if self._stack.paged and is_alone():
-            names = uses.coming(slot, self.index, self.num_places)
+            names = [name for name in uses.coming(slot, self.index, self.num_places) if name in self.tasks]
             self._bank.send(names[: self._most_copies()], self._send)
 
     def _send(self, name: str) -> tuple[PlaceWeights, list[PlaceArrays]]:

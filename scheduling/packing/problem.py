@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
@@ -113,7 +112,9 @@ def make_problem(
 def _batches(job: AdapterJob, positions: Sequence[int], limits: Limits) -> tuple[Batch, ...]:
     """Groups ascending positions of the stream by global batch; goes from last to first to add up the tails."""
     lengths, count = job.sample_tokens, len(job.sample_tokens)
-    groups = [list(group) for _, group in groupby(positions, key=job.batch_of)]
+    all_positions = np.asarray(positions, np.int64)
+    edges = 1 + np.flatnonzero(np.diff(job.batch_of(all_positions)))
+    groups = [group.tolist() for group in np.split(all_positions, edges) if len(group)]
     batches: list[Batch] = []
     tail = 0
     for group in reversed(groups):
@@ -184,8 +185,10 @@ def _refs(problem: Problem, parts: Microbatch) -> tuple[SampleRef, ...]:
     refs: list[SampleRef] = []
     for index, batch, mask in parts:
         job = problem.jobs[index]
-        positions = problem.batches[index][batch].positions
-        refs += [job.ref(positions[bit]) for bit in sorted(bits(mask), key=positions.__getitem__)]
+        positions, count = problem.batches[index][batch].positions, len(job.sample_tokens)
+        number = job.batch_of(positions[0])
+        ascending = sorted(positions[bit] for bit in bits(mask))
+        refs += [SampleRef(job.name, position // count, number, position % count) for position in ascending]
     return tuple(refs)
 
 
