@@ -23,6 +23,7 @@ from lorafusion_jax.config.schema import (  # noqa: E402
     AdapterConfig,
 )
 from lorafusion_jax.families.refused import REFUSED  # noqa: E402
+from lorafusion_jax.families.table import FAMILIES  # noqa: E402
 from lorafusion_jax.objective.table import OBJECTIVES  # noqa: E402
 from lorafusion_jax.serve.api.app import describe  # noqa: E402
 
@@ -91,6 +92,16 @@ def _attributes(options: type) -> dict[str, str]:
         for name, meaning in re.findall(r"^        (\w+(?:, \w+)*): (.*(?:\n            .*)*)", text, re.MULTILINE):
             found |= dict.fromkeys(name.split(", "), " ".join(meaning.split()).replace("|", "\\|"))
     return found
+
+
+def models() -> str:
+    """Families that are served."""
+    lines = ["| family | `model_type` | beyond a Llama's layer |", "|---|---|---|"]
+    lines += [
+        f"| {family.models} | {', '.join(f'`{name}`' for name in (key, *family.model_types))} | {family.beyond} |"
+        for key, family in FAMILIES.items()
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def refused_models() -> str:
@@ -162,6 +173,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "job-file": job_file,
     "objectives": objectives,
     "benchmarks": benchmarks,
+    "models": models,
     "refused-models": refused_models,
     "reliability": table,
     "rest-api": rest_api,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from lorafusion_jax.layout.layer import peft_path
+
 # Of a path, in models of text and in multimodal ones, now and before transformers 5; our paths begin with "layers."
 ROOTS = ("model.", "model.language_model.", "language_model.model.")
 MOST_LETTERS, MOST_REPEATS = 500, 3  # of a pattern: matching takes a time that grows with a power of the repeats
@@ -46,8 +48,8 @@ class Patterns:
         if self.layers is not None and int(path.split(".")[1]) not in self.layers:
             return False
         if isinstance(self.exclude, str):
-            return not any(re.fullmatch(self.exclude, f"{root}{path}") for root in self.roots)
-        return not any(f".{root}{path}".endswith(f".{name}") for name in self.exclude for root in self.roots)
+            return not any(re.fullmatch(self.exclude, f"{root}{peft_path(path)}") for root in self.roots)
+        return not any(f".{root}{peft_path(path)}".endswith(f".{name}") for name in self.exclude for root in self.roots)
 
     def rank_of(self, path: str) -> int:
         return next((rank for pattern, rank in self.ranks if matches(pattern, path, self.roots)), self.rank)
@@ -66,8 +68,10 @@ def matches(pattern: str, path: str, roots: tuple[str, ...] = ROOTS) -> bool:
 
     >>> matches("q_proj", "layers.0.self_attn.q_proj"), matches("proj", "layers.0.self_attn.q_proj")
     (True, False)
+    >>> matches("h.0.attn.c_proj", "layers.0.attn.attn_c_proj"), matches("mlp.c_proj", "layers.0.attn.attn_c_proj")
+    (True, False)
     """
-    return any(re.match(rf"(.*\.)?({pattern})$", f"{root}{path}") for root in roots)
+    return any(re.match(rf"(.*\.)?({pattern})$", f"{root}{peft_path(path)}") for root in roots)
 
 
 def unusable_pattern(pattern: str) -> str | None:

@@ -15,7 +15,7 @@ from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.errors import ConfigError, did_you_mean, raise_all
-from lorafusion_jax.layout.layer import EXPERTS, saved_path
+from lorafusion_jax.layout.layer import EXPERTS, RENAMED, saved_path
 from lorafusion_jax.layout.layer import TARGETS as TARGETS
 
 ALL_LINEAR, ALL_EXPERTS = "all-linear", "experts"
@@ -187,6 +187,10 @@ def spelled(targets: str | Sequence[str], available: Sequence[str] = TARGETS) ->
     }
     for name, path in EXPERTS.items():
         groups |= {path: [name], path.removeprefix("mlp."): [name]}
+    for name, path in RENAMED.items():
+        if name in available:
+            groups[path], short = [name], path.rpartition(".")[2]
+            groups.setdefault(short, [short] if short in available else []).append(name)
     names = [targets] if isinstance(targets, str) else list(targets)
     return [name for target in names for name in groups.get(target, [target])]
 

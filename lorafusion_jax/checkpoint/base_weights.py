@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from lorafusion_jax.checkpoint.base_files import WHOLE_BYTES
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
 from lorafusion_jax.families.model import ModelConfig, is_ignored
-from lorafusion_jax.families.multimodal import stored_names
+from lorafusion_jax.families.multimodal import names_in_file
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.readable import RECORD, check_regular, open_regular, read_text
@@ -112,7 +112,7 @@ def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionErro
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []  # `weight_problems` says so
     expected = _expected_shapes(config)
-    names = stored_names(expected, stored)[0] if config.wrapper else dict(zip(expected, expected, strict=True))
+    names, others = names_in_file(family_named(config.family), config.wrapper, expected, stored)
     problems = [
         f"missing: {names[name]}" if names[name] not in stored
         else f"wrong shape: {names[name]} is {list(shapes[names[name]])}, config.json says {list(shape or ())}"
@@ -122,8 +122,11 @@ def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionErro
         if names[name] not in stored
         or (shape is not None and (shape != shapes[names[name]] or types[names[name]] not in FLOATS))
     ]  # fmt: skip
-    text = {*stored} - {*stored_names(expected, stored)[1]} if config.wrapper else {*stored}
-    extra = sorted(name for name in text - {*names.values()} if not (is_ignored(name, config) or _later(name, config)))
+    extra = sorted(
+        name
+        for name in stored.keys() - {*names.values(), *others}
+        if not (is_ignored(name, config) or _later(name, config))
+    )
     problems += [f"not of this model: {name} {list(shapes[name])}" for name in extra]
     if not problems:
         return []
@@ -153,7 +156,8 @@ def _listed_files(directory: Path) -> list[Path]:
 
 def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...] | None]:
     """Name of each tensor in a checkpoint of text → its shape there; None: that depends on how it is quantised."""
-    name_of, width = family_named(config.family).tensor_name, config.hidden_size
+    family, width = family_named(config.family), config.hidden_size
+    name_of, turned = family.tensor_name, family.turned
     shapes: dict[str, tuple[int, ...] | None] = {
         "model.embed_tokens.weight": (config.vocab_size, width),
         **{f"model.norm.{leaf}": (width,) for leaf in ("weight", "bias")[: 1 + config.norm_bias]},
@@ -173,7 +177,7 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...] | None]:
             if leaf == "kernel" and config.packed:
                 continue  # whether it is packed is seen where it is loaded
             if leaf == "kernel":
-                shapes[f"{stem}.weight"] = None if config.checkpoint_format else shape[::-1]
+                shapes[f"{stem}.weight"] = None if config.checkpoint_format else shape[:: 1 if turned else -1]
             else:
                 shapes[f"{stem}.{leaf}"] = shape
     return {name_of(name): shape for name, shape in shapes.items()}
@@ -188,9 +192,10 @@ def _tie_problems(directory: Path, files: Sequence[Path]) -> Iterator[LoraFusion
         config = ModelConfig.from_hf(directory)
     except LoraFusionError:  # whoever needs it reports it
         return
-    name_of = family_named(config.family).tensor_name
-    head, table = name_of("lm_head.weight"), name_of("model.embed_tokens.weight")
+    family = family_named(config.family)
+    head, table = family.tensor_name("lm_head.weight"), family.tensor_name("model.embed_tokens.weight")
     places = {name: file for file in files for name in _entries(file)} if config.tie_embeddings else {}
+    table = table if table in places else table.removeprefix(family.root)
     if {head, table} <= places.keys() and not _same_bytes(places[head], head, places[table], table):
         yield CheckpointError(
             "model.tensors-differ",

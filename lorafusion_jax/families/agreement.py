@@ -117,6 +117,9 @@ def _ropes(values: Mapping[str, Any], family: Family) -> _Pairs:
     table_of = {key: values.get(key) for key in ("rope_parameters", "rope_scaling") if values.get(key)}
     table_of = table_of or {"rope_parameters": family.reads.get("rope_parameters")}
     tables = {key: _by_type(key, table, family) for key, table in table_of.items() if isinstance(table, dict)}
+    width, share, head = values.get("rotary_dim"), values.get("partial_rotary_factor"), values.get("head_dim")
+    if isinstance(width, int) and isinstance(share, int | float) and isinstance(head, int):
+        yield "rotary_dim", width, "partial_rotary_factor · head_dim", int(share * head)
     for name, (where, table) in (entry for by_type in tables.values() for entry in by_type.items()):
         local = name == _SLIDING and family.scaled_layers == _FULL
         outside = (

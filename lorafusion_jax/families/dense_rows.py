@@ -6,7 +6,15 @@ from typing import Any
 
 from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.family import Family
-from lorafusion_jax.layout.layer import ATTENTION, GLOBAL_ATTENTION, PARALLEL, PER_LAYER, PER_LAYER_NAMES, WIDE_MLP
+from lorafusion_jax.layout.layer import (
+    ATTENTION,
+    ATTN,
+    GLOBAL_ATTENTION,
+    PARALLEL,
+    PER_LAYER,
+    PER_LAYER_NAMES,
+    WIDE_MLP,
+)
 
 _GEMMA = {
     "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
@@ -98,28 +106,44 @@ _APERTUS_ROPE = {
 
 DENSE: dict[str, Family] = {
     "llama": Family(
+        models="Llama 2, 3, 3.1, 3.2, InternLM3 and models of this form",
+        beyond="rope: linear, llama3, yarn, longrope; dynamic, up to the last position",
         architectures=("LlamaForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
         model_types=("internlm3", "iquestcoder"),
         reads={"attention_bias": False, "mlp_bias": False},
     ),
     "mistral": Family(
+        models="Mistral 7B, Nemo, Small",
+        beyond="sliding window",
         architectures=("MistralForCausalLM",), windows="all",
         reads={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     "qwen2": Family(
+        models="Qwen2, Qwen2.5",
+        beyond="biases of q, k, v; windows by layer",
         architectures=("Qwen2ForCausalLM",), windows="switched", fields={"qkv_bias": True},
         reads={"num_key_value_heads": 32, "max_position_embeddings": 32768, **SWITCHED},
     ),
     "qwen3": Family(
+        models="Qwen3",
+        beyond="norms of q and k; windows by layer",
         architectures=("Qwen3ForCausalLM",), windows="switched", fields={"qk_norm": True},
         reads={
             "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False,
             **SWITCHED,
         },
     ),
-    "qwen2_vl_text": Family(architectures=("Qwen2VLTextModel",), **_QWEN_2_VL),
-    "qwen2_5_vl_text": Family(architectures=("Qwen2_5_VLTextModel",), **_QWEN_2_VL),
+    "qwen2_vl_text": Family(
+        models="Qwen2-VL, its text",
+        beyond="as Qwen2; the three positions of a token of text are equal, so mrope is a plain rope",
+        architectures=("Qwen2VLTextModel",), **_QWEN_2_VL,
+    ),
+    "qwen2_5_vl_text": Family(
+        models="Qwen2.5-VL, its text", beyond="as Qwen2-VL", architectures=("Qwen2_5_VLTextModel",), **_QWEN_2_VL
+    ),
     "qwen3_vl_text": Family(
+        models="Qwen3-VL (8B), its text",
+        beyond="as Qwen3, with positions as Qwen2-VL",
         architectures=("Qwen3VLTextModel",), fields={"qk_norm": True}, known_of_rope=MROPE,
         reads=QWEN_3_VL | {
             "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -127,6 +151,8 @@ DENSE: dict[str, Family] = {
         },
     ),
     "exaone4": Family(
+        models="EXAONE 4",
+        beyond="norms of outputs only, norms of q and k, windows 3 : 1; layers without a window do not rotate",
         architectures=("Exaone4ForCausalLM",), windows=4, rotated="windows, if any",
         fields={"norms": "post", "qk_norm": True},
         reads={
@@ -136,6 +162,8 @@ DENSE: dict[str, Family] = {
         },
     ),
     "hunyuan_v1_dense": Family(
+        models="Hunyuan dense",
+        beyond="norms of q and k after they rotate, a base that alpha stretches",
         architectures=("HunYuanDenseV1ForCausalLM",), fields={"qk_norm": True, "turned_norm": True},
         reads={"attention_bias": False, "rms_norm_eps": 1e-5},
         known=_OF_HUNYUAN,
@@ -143,6 +171,8 @@ DENSE: dict[str, Family] = {
         modules={"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
     ),
     "ernie4_5": Family(
+        models="ERNIE 4.5 dense",
+        beyond="rotating pairs are neighbours",
         architectures=("Ernie4_5ForCausalLM",), rope={"interleaved": True},
         reads={
             "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
@@ -151,10 +181,14 @@ DENSE: dict[str, Family] = {
         },
     ),
     "glm": Family(
+        models="GLM-4 chat",
+        beyond="gate and up as one projection, partial rotary embeddings of neighbours",
         architectures=("GlmForCausalLM",), rope={"interleaved": True}, fields={"fused": "mlp", "o_bias": False},
         reads=_GLM,
     ),
     "glm4": Family(
+        models="GLM-4 dense (0414)",
+        beyond="norms before and after, gate and up as one projection, partial rotary embeddings of neighbours",
         architectures=("Glm4ForCausalLM",), rope={"interleaved": True},
         fields={"norms": "sandwich", "fused": "mlp", "o_bias": False},
         reads=_GLM,
@@ -165,6 +199,8 @@ DENSE: dict[str, Family] = {
         },
     ),
     "arcee": Family(
+        models="Arcee (AFM)",
+        beyond="an MLP without a gate",
         architectures=("ArceeForCausalLM",), fields=_UNGATED,
         reads={
             "vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 18432, "num_hidden_layers": 32,
@@ -173,6 +209,8 @@ DENSE: dict[str, Family] = {
         },
     ),
     "apertus": Family(
+        models="Apertus",
+        beyond="an MLP without a gate, xIELU, norms of q and k",
         architectures=("ApertusForCausalLM",), fields=_UNGATED | {"qk_norm": True},
         reads={
             "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -185,6 +223,8 @@ DENSE: dict[str, Family] = {
         },
     ),
     "starcoder2": Family(
+        models="StarCoder2",
+        beyond="layer norms, an MLP without a gate, biases, windows",
         architectures=("Starcoder2ForCausalLM",), windows="all",
         fields=_LAYER_NORMS | {"mlp_gated": False, "mlp_names": ("c_fc", "c_proj")},
         keys={"norm_epsilon": "rms_norm_eps"},
@@ -200,6 +240,11 @@ DENSE: dict[str, Family] = {
         ),
     ),
     "cohere": Family(
+        models="Cohere (Command R)",
+        beyond=(
+            "attention and MLP beside each other, layer norms without biases; norms of heads (Command R+) are "
+            "refused"
+        ),
         architectures=("CohereForCausalLM",), rope={"interleaved": True},
         fields={"norms": "parallel", "norm_kind": "layer"}, keys={"layer_norm_eps": "rms_norm_eps"},
         reads={
@@ -210,6 +255,11 @@ DENSE: dict[str, Family] = {
         known=("model_max_length",),
     ),
     "cohere2": Family(
+        models="Cohere 2 (Command R7B, A)",
+        beyond=(
+            "attention and MLP beside each other, layer norms without biases, windows 3 : 1; layers without a "
+            "window do not rotate"
+        ),
         architectures=("Cohere2ForCausalLM",), windows=4, rotated="windows", rope={"interleaved": True},
         fields={"norms": "parallel", "norm_kind": "layer"}, keys={"layer_norm_eps": "rms_norm_eps"},
         reads={
@@ -224,6 +274,11 @@ DENSE: dict[str, Family] = {
         ),
     ),
     "gpt_neox": Family(
+        models="GPT-NeoX, Pythia",
+        beyond=(
+            "layer norms, attention and MLP beside each other, an MLP without a gate; q, k and v of a head after "
+            "those of another in one projection"
+        ),
         architectures=("GPTNeoXForCausalLM",), parallel="parallel of two",
         fields=_LAYER_NORMS | {
             "fused": True, "fused_name": "query_key_value", "fused_by_head": True, "attention_out": "dense",
@@ -246,7 +301,46 @@ DENSE: dict[str, Family] = {
         known=("classifier_dropout", "num_key_value_heads", "head_dim"),
         ignored=(".attention.bias", ".attention.masked_bias"),
     ),
+    "gpt2": Family(
+        models="GPT-2, DistilGPT-2",
+        beyond=(
+            "learned positions, layer norms, an MLP without a gate; q, k and v as one projection, kernels that "
+            "are [in, out] in files"
+        ),
+        architectures=("GPT2LMHeadModel",), rotated="none", turned=True, root="transformer.", inner_factor=4,
+        fields=_LAYER_NORMS | {
+            "learned_positions": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "fused": True,
+            "fused_name": "c_attn", "attention_out": "attn_c_proj", "attention_module": ATTN, "mlp_gated": False,
+            "mlp_names": ("mlp_c_fc", "mlp_c_proj"),
+        },
+        modules={
+            "model.layers": "transformer.h", "model.embed_tokens": "transformer.wte",
+            "model.embed_positions": "transformer.wpe", "model.norm": "transformer.ln_f", "input_layernorm": "ln_1",
+            "post_attention_layernorm": "ln_2", "attn.attn_c_proj": "attn.c_proj", "mlp.mlp_c_fc": "mlp.c_fc",
+            "mlp.mlp_c_proj": "mlp.c_proj",
+        },
+        keys={
+            "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
+            "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps",
+        },
+        reads={
+            "vocab_size": 50257, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+            "max_position_embeddings": 1024, "hidden_act": "gelu_new", "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True, "scale_attn_weights": True,
+        },
+        known=(
+            "_num_labels", "head_dim", "n_ctx", "n_special", "num_key_value_heads", "output_past",
+            "predict_special_tokens", "reorder_and_upcast_attn", "rope_parameters", "rope_scaling",
+            "rope_theta", "summary_activation", "summary_first_dropout",
+            "summary_proj_to_labels", "summary_type", "summary_use_proj",
+        ),
+        dropouts={"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+        ignored=(".attn.bias", ".attn.masked_bias"),
+    ),
     "stablelm": Family(
+        models="StableLM 2",
+        beyond="layer norms, partial rotary embeddings; attention and MLP beside each other in some",
         architectures=("StableLmForCausalLM",), fields=_LAYER_NORMS,
         keys={"layer_norm_eps": "rms_norm_eps", "use_qkv_bias": "qkv_bias"},
         reads={
@@ -257,12 +351,16 @@ DENSE: dict[str, Family] = {
         known=("rotary_scaling_factor",),
     ),
     "ministral": Family(
+        models="Ministral",
+        beyond="windows by layer",
         architectures=("MinistralForCausalLM",), windows="all",
         reads={
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096, "layer_types": None,
         },
     ),
     "ministral3": Family(
+        models="Ministral 3",
+        beyond="yarn, queries scaled by position",
         architectures=("Ministral3ForCausalLM",), windows="all",
         reads={
             "num_key_value_heads": 8,
@@ -271,15 +369,21 @@ DENSE: dict[str, Family] = {
         },
     ),
     "gemma": Family(
+        models="Gemma",
+        beyond="norms with an offset, GeGLU, scaled embeddings",
         architectures=("GemmaForCausalLM",), reads=_GEMMA | {"num_key_value_heads": 16}, known=("hidden_activation",),
         meant={"hidden_act": {"gelu": "gelu_pytorch_tanh"}},  # as transformers reads the first published files
         fields={"norm_offset": 1.0, "embedding_scale": "sqrt"},
     ),
     "gemma2": Family(
+        models="Gemma 2",
+        beyond="norms before and after, soft caps of scores and logits, every second layer with a window",
         architectures=("Gemma2ForCausalLM",), windows=2, fields=_SANDWICH, **_GEMMA_ACTIVATION,
         reads=_GEMMA_2 | {"num_key_value_heads": 4, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     ),
     "gemma3_text": Family(
+        models="Gemma 3, text models",
+        beyond="norms before and after, norms of q and k, windows 5 : 1 with a rope of their own",
         architectures=("Gemma3ForCausalLM",), windows=6, fields=_SANDWICH | {"qk_norm": True},
         scaled_layers="full_attention",
         reads=_GEMMA_2 | {
@@ -290,6 +394,13 @@ DENSE: dict[str, Family] = {
         **_GEMMA_ACTIVATION,
     ),
     "gemma4_text": Family(
+        models="Gemma 4 (31B, E2B, E4B, 26B-A4B)",
+        beyond=(
+            "norms before and after, a norm of v; in full layers wider heads, keys that are the values, and a "
+            "rope of a share of the pairs; a factor of each layer. E2B, E4B: values of their own, inputs of each "
+            "layer, and the last layers read keys and values of earlier ones. 26B-A4B: experts beside the MLP, "
+            "both with norms of their own"
+        ),
         architectures=("Gemma4ForCausalLM",), **_GEMMA_4 | _PARALLEL,
         reads=_GEMMA_4_KEYS | {
             "use_double_wide_mlp": False, "hidden_size_per_layer_input": 256,
@@ -301,14 +412,20 @@ DENSE: dict[str, Family] = {
         experts_transposed=True,
     ),
     "gemma4_unified_text": Family(
+        models="Gemma 4 12B",
+        beyond="as Gemma 4 31B",
         architectures=("Gemma4UnifiedForCausalLM",), **_GEMMA_4, known=(*_GEMMA_4_KNOWN, "use_double_wide_mlp"),
         reads=_GEMMA_4_KEYS | {"sliding_window": 1024, "max_position_embeddings": 262144},
     ),
     "olmo2": Family(
+        models="OLMo 2",
+        beyond="norms of outputs only, norms over all heads",
         architectures=("Olmo2ForCausalLM",), reads={"attention_bias": False, "rms_norm_eps": 1e-5},
         fields={"norms": "post", "qk_norm": "full"},
     ),
     "olmo3": Family(
+        models="OLMo 3",
+        beyond="as OLMo 2, with windows 3 : 1",
         architectures=("Olmo3ForCausalLM",), windows=4, scaled_layers="full_attention",
         reads={
             "attention_bias": False, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096,
@@ -317,6 +434,8 @@ DENSE: dict[str, Family] = {
         fields={"norms": "post", "qk_norm": "full"},
     ),
     "smollm3": Family(
+        models="SmolLM3",
+        beyond="no rotary embeddings in every fourth layer",
         architectures=("SmolLM3ForCausalLM",), windows="unrotated",
         reads={
             "num_key_value_heads": 4,
@@ -327,6 +446,8 @@ DENSE: dict[str, Family] = {
         known=("max_window_layers",),
     ),
     "granite": Family(
+        models="Granite 3",
+        beyond="factors of embeddings, residual sums, scores and logits",
         architectures=("GraniteForCausalLM",),
         reads={
             "attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0, "attention_multiplier": 1.0,
@@ -334,6 +455,8 @@ DENSE: dict[str, Family] = {
         },
     ),
     "phi3": Family(
+        models="Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
+        beyond="q, k, v as one projection, gate and up as one; partial rotary embeddings, longrope",
         architectures=("Phi3ForCausalLM",), windows="all", fields={"fused": True},
         reads={
             "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
@@ -341,6 +464,8 @@ DENSE: dict[str, Family] = {
         },
     ),
     "seed_oss": Family(
+        models="Seed-OSS",
+        beyond="biases of q, k, v",
         architectures=("SeedOssForCausalLM",),
         reads={
             "num_key_value_heads": 8,

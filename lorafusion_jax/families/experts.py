@@ -28,7 +28,7 @@ class Router:
         score: "softmax_of_chosen": the k largest of x W are chosen, and the softmax is over these; "sigmoid_of_chosen":
             their weights are their sigmoids.
         weighs_inputs: a row is multiplied by its weights before its experts, not after them.
-        normalise: whether the weights are divided by their sum.
+        normalise: whether the weights are divided by their sum; "several": where a row has more than one expert.
         scale: factor of the weights.
         bias: whether x W has a bias.
         correction: whether there is an offset of each expert that is used to choose, but not to weigh.
@@ -42,7 +42,7 @@ class Router:
 
     score: Score = "softmax"
     weighs_inputs: bool = False
-    normalise: bool = True
+    normalise: bool | Literal["several"] = True
     scale: float = 1.0
     bias: bool = False
     correction: bool = False

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lorafusion_jax.families.dense_rows import MROPE, QWEN_3_VL, SWITCHED
 from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.family import Family
-from lorafusion_jax.layout.layer import BLOCK, FEED_FORWARD, SHARED_MLP
+from lorafusion_jax.layout.layer import ATTENTION, BLOCK, FEED_FORWARD, SHARED_MLP
 
 # Experts as in DeepSeek-V3: groups, an offset that helps to choose, an MLP beside.
 SIGMOID = Router(score="sigmoid", correction=True, least=1e-20)
@@ -50,6 +51,10 @@ _OF_INDEXER = (
     "index_head_dim", "index_n_heads", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset",
     "indexer_types", "indexer_rope_interleave", "layer_types", "rope_interleave",
 )  # fmt: skip
+_OF_LING = (
+    "max_window_layers", "moe_shared_expert_intermediate_size", "mtp_loss_scaling_factor", "norm_topk_prob",
+    "rotary_dim", "router_dtype", "score_function", "sliding_window", "use_rmsnorm", "use_sliding_window",
+)  # fmt: skip
 _OF_DOTS = ("scoring_func", "topk_method", "moe_layer_freq", "ep_size", "pretraining_tp")
 _OF_MINIMAX = (
     "attn_type_list", "layernorm_full_attention_alpha", "layernorm_full_attention_beta",
@@ -69,6 +74,8 @@ _MISTRAL_4_ROPE = {
 
 EXPERTS: dict[str, Family] = {
     "qwen3_moe": Family(
+        models="Qwen3-MoE (30B-A3B, 235B-A22B)",
+        beyond="experts, norms of q and k",
         architectures=("Qwen3MoeForCausalLM",), windows="all", fields={"qk_norm": True}, experts={},
         reads={
             "num_key_value_heads": 4,
@@ -80,6 +87,8 @@ EXPERTS: dict[str, Family] = {
         known=("max_window_layers", "router_aux_loss_coef"), modules={"mlp.router": "mlp.gate"},
     ),
     "mixtral": Family(
+        models="Mixtral",
+        beyond="experts",
         architectures=("MixtralForCausalLM",), windows="all", experts={},
         reads={
             "num_key_value_heads": 8,
@@ -91,6 +100,8 @@ EXPERTS: dict[str, Family] = {
         expert_names=tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
     ),
     "gpt_oss": Family(
+        models="gpt-oss",
+        beyond="experts with biases and a limited gate, attention sinks, windows by layer, yarn",
         architectures=("GptOssForCausalLM",), windows=2, fields={"attention_sinks": True},
         reads={
             "num_key_value_heads": 8,
@@ -109,6 +120,8 @@ EXPERTS: dict[str, Family] = {
         expert_names=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     ),
     "qwen2_moe": Family(
+        models="Qwen2-MoE (Qwen1.5-MoE-A2.7B)",
+        beyond="experts, an MLP with a gate beside them, an MLP alone in some layers",
         architectures=("Qwen2MoeForCausalLM",), windows="first",
         experts={"shared_gate": True},
         reads={
@@ -121,6 +134,11 @@ EXPERTS: dict[str, Family] = {
         known=("num_local_experts", "router_aux_loss_coef"), modules={"mlp.router": "mlp.gate"},
     ),
     "glm4_moe": Family(
+        models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+        beyond=(
+            "experts in groups, chosen with an offset, an MLP beside them, an MLP alone in the first layers; "
+            "partial rotary embeddings"
+        ),
         architectures=("Glm4MoeForCausalLM",), fields={"o_bias": False}, experts={"router": SIGMOID},
         reads=_GROUPS | {
             "num_key_value_heads": 8,
@@ -131,6 +149,8 @@ EXPERTS: dict[str, Family] = {
         keys=_GROUP_KEYS, known=PREDICTORS, modules={"mlp.router": "mlp.gate"},
     ),
     "deepseek_v3": Family(
+        models="DeepSeek-V3, Kimi-K2",
+        beyond="q, k and v from low-rank latents, experts in groups with one beside them, yarn",
         architectures=("DeepseekV3ForCausalLM",), model_types=("kimi_k2",), latent=True, experts={"router": SIGMOID},
         reads=_GROUPS | {
             "num_key_value_heads": 128,
@@ -143,6 +163,8 @@ EXPERTS: dict[str, Family] = {
         known=_OF_DEEPSEEK,
     ),
     "glm4_moe_lite": Family(
+        models="GLM-4.7-Flash",
+        beyond="latents as DeepSeek-V3, experts with one beside them, an MLP alone in the first layer",
         architectures=("Glm4MoeLiteForCausalLM",), latent=True, experts={"router": SIGMOID},
         reads=_GROUPS | {
             "num_key_value_heads": 20,
@@ -155,6 +177,8 @@ EXPERTS: dict[str, Family] = {
         keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"}, known=_OF_DEEPSEEK,
     ),
     "qwen3_vl_moe_text": Family(
+        models="Qwen3-VL (30B-A3B), its text",
+        beyond="as Qwen3-MoE, with positions as Qwen2-VL",
         architectures=("Qwen3VLMoeTextModel",), fields={"qk_norm": True}, known_of_rope=MROPE, experts={},
         reads=QWEN_3_VL | _QWEN_3_VL_MOE,
         keys={"num_local_experts": "num_experts", "num_experts": "num_experts"}, modules={"mlp.router": "mlp.gate"},
@@ -162,6 +186,8 @@ EXPERTS: dict[str, Family] = {
         expert_names=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     ),
     "olmoe": Family(
+        models="OLMoE",
+        beyond="experts, norms over all heads",
         architectures=("OlmoeForCausalLM",), fields={"qk_norm": "full"}, experts={}, modules={"mlp.router": "mlp.gate"},
         reads={
             "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
@@ -171,6 +197,8 @@ EXPERTS: dict[str, Family] = {
         keys={"num_local_experts": "num_experts", "num_experts": "num_experts"}, known=("router_aux_loss_coef",),
     ),
     "dots1": Family(
+        models="dots.llm1",
+        beyond="as Qwen3, with experts as DeepSeek-V3",
         architectures=("Dots1ForCausalLM",), windows="switched", fields={"qk_norm": True},
         experts={"router": SIGMOID}, modules={"mlp.router": "mlp.gate"}, keys=_GROUP_KEYS, known=_OF_DOTS,
         reads=_GROUPS | {
@@ -182,6 +210,8 @@ EXPERTS: dict[str, Family] = {
         },
     ),
     "deepseek_v2": Family(
+        models="DeepSeek-V2, V2-Lite",
+        beyond="latents as DeepSeek-V3; a softmax chooses, and the best expert of a group speaks for it",
         architectures=("DeepseekV2ForCausalLM",), latent=True, keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"},
         experts={"router": Router(normalise=False, group_value="best", balanced=False)},
         reads={
@@ -194,6 +224,8 @@ EXPERTS: dict[str, Family] = {
         known=tuple(key for key in _OF_DEEPSEEK if key != "topk_method"),
     ),
     "deepseek_v32": Family(
+        models="DeepSeek-V3.2",
+        beyond="as DeepSeek-V3; up to `index_topk` tokens a sample, where queries read all earlier ones",
         architectures=("DeepseekV32ForCausalLM",), latent=True, experts={"router": SIGMOID},
         reads=_GROUPS | {
             "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
@@ -207,6 +239,8 @@ EXPERTS: dict[str, Family] = {
         ignored=_INDEXER,
     ),
     "glm_moe_dsa": Family(
+        models="GLM-5",
+        beyond="as DeepSeek-V3.2",
         architectures=("GlmMoeDsaForCausalLM",), latent=True, experts={"router": SIGMOID},
         reads=_GROUPS | {
             "vocab_size": 154880, "hidden_size": 6144, "intermediate_size": 12288, "num_hidden_layers": 78,
@@ -219,7 +253,45 @@ EXPERTS: dict[str, Family] = {
         keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"}, known=(*_OF_DEEPSEEK, *_OF_INDEXER),
         ignored=_INDEXER,
     ),
+    "bailing_moe_v2": Family(
+        models="Ling 2.0, Ring 2.0",
+        beyond=(
+            "as GLM-4.5, with q, k and v as one projection and norms of q and k; the experts stay frozen, because"
+            " PEFT has other names for them in its class"
+        ),
+        architectures=("BailingMoeV2ForCausalLM",), shared_types=("bailing_moe",),
+        fields={
+            "fused": "attention", "fused_name": "attention_query_key_value",
+            "attention_module": ATTENTION, "attention_out": "attention_dense", "mlp_bias": False,
+        },
+        # Its class has a module for each expert, so that PEFT's names of them are others.
+        experts={"router": replace(SIGMOID, normalise="several"), "adapted": False},
+        keys={
+            "num_experts": "num_experts", "num_shared_experts": "n_shared_experts", "use_qkv_bias": "qkv_bias",
+            "use_bias": "attention_out_bias", "moe_router_enable_expert_bias": "use_expert_bias",
+        },
+        reads={
+            "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
+            "routed_scaling_factor": 2.5, "moe_intermediate_size": None, "first_k_dense_replace": 0,
+            "qkv_bias": False, "attention_out_bias": True, "use_expert_bias": True, "partial_rotary_factor": 1.0,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 16384, "use_qk_norm": False,
+        },
+        modules={
+            "model.embed_tokens": "model.word_embeddings", "mlp.router": "mlp.gate",
+            "mlp.router.e_score_correction_bias": "mlp.gate.expert_bias",
+            "attention.q_norm": "attention.query_layernorm", "attention.k_norm": "attention.key_layernorm",
+            "attention.attention_query_key_value": "attention.query_key_value",
+            "attention.attention_dense": "attention.dense",
+        },
+        known=(*PREDICTORS, *_OF_LING),
+        dropouts={"attention_dropout": 0.1, "embedding_dropout": 0.1, "output_dropout": 0.1},
+    ),
     "llama4_text": Family(
+        models="Llama 4 Scout, Maverick, their text",
+        beyond=(
+            "attention within chunks, no rotary embeddings but queries scaled by position in every fourth layer, "
+            "norms of heads without weights; a row is weighed before its expert, an MLP beside the experts"
+        ),
         architectures=("Llama4ForCausalLM",), windows="chunks", rope={"interleaved": True},
         fields={"qk_norm": "unit", "mlp_module": FEED_FORWARD}, shared_expert=f"{FEED_FORWARD}.shared_expert",
         experts={
@@ -242,6 +314,8 @@ EXPERTS: dict[str, Family] = {
         known=("router_aux_loss_coef", "for_llm_compressor"),
     ),
     "mistral4": Family(
+        models="Mistral Small 4",
+        beyond="latents as DeepSeek-V3, a softmax chooses, queries scaled by position",
         architectures=("Mistral4ForCausalLM",), latent=True, whole_heads=True, keys=_GROUP_KEYS,
         experts={"router": Router(balanced=False)}, modules={"mlp.router": "mlp.gate"},
         reads=_GROUPS | {
@@ -255,6 +329,8 @@ EXPERTS: dict[str, Family] = {
         known=("qk_head_dim", "pretraining_tp"),
     ),
     "minimax_m2": Family(
+        models="MiniMax-M2",
+        beyond="experts chosen with an offset, norms over all heads, partial rotary embeddings",
         architectures=("MiniMaxM2ForCausalLM",), fields={"qk_norm": "full"},
         experts={"router": SIGMOID},
         expert_names=tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
@@ -272,10 +348,14 @@ EXPERTS: dict[str, Family] = {
         known=("router_aux_loss_coef", *_OF_MINIMAX),
     ),
     "granitemoe": Family(
+        models="Granite 3 with experts",
+        beyond="as Granite 3, with experts",
         architectures=("GraniteMoeForCausalLM",), reads=GRANITE_MOE, **GRANITE_EXPERTS,
         known=("router_aux_loss_coef",),
     ),
     "granitemoeshared": Family(
+        models="Granite 3 with experts and an MLP",
+        beyond="as Granite 3, with experts, and an MLP beside them in some",
         architectures=("GraniteMoeSharedForCausalLM",), reads=GRANITE_MOE | {"shared_intermediate_size": 0},
         **GRANITE_EXPERTS, known=("router_aux_loss_coef",),
     ),

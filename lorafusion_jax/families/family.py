@@ -24,7 +24,9 @@ class Family:
 
     Args:
         architectures: names in config.json; the first one is written.
+        models, beyond: what people call its models, and what their layers have beyond Llama's; for the page of models.
         model_types: further names in `model_type` of config.json.
+        shared_types: names in `model_type` of config.json that another family has, too; architectures tell them apart.
         reads: keys of config.json that this family reads beyond those of every model (`hf_config.COMMON`), in the
             spelling of transformers, each with its value where config.json does not have it (None: none).
         keys: a key of this family's config.json → transformers' spelling, e.g. {"n_embd": "hidden_size"}. These keys
@@ -61,12 +63,18 @@ class Family:
         rope: further fields of `Rope` that all layers of the family have in common, e.g. {"interleaved": True}.
         known_of_rope: keys of `rope_parameters` that do not change what is computed of text.
         ignored: beginnings of the names of a checkpoint's tensors that are left out; with a dot before, parts of names.
+        turned: kernels of layers are [in, out] in a checkpoint.
+        root: beginning of the names of a checkpoint's tensors, but of the head's, that older files lack.
+        inner_factor: width of the MLP, in widths of the model, where config.json does not say it (0: it must).
         modules: Llama's module, or a tensor of it → the family's, e.g. {"model.embed_tokens": "tokens",
             "model.layers": "blocks", "self_attn.q_proj": "attention.query"}. Adapters are saved under Llama's names.
     """
 
     architectures: tuple[str, ...]
+    models: str = ""
+    beyond: str = ""
     model_types: tuple[str, ...] = ()
+    shared_types: tuple[str, ...] = ()
     reads: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     known: tuple[str, ...] = ()
@@ -90,6 +98,9 @@ class Family:
     parallel: Place = "parallel"
     known_of_rope: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    turned: bool = False
+    root: str = ""
+    inner_factor: int = 0
     modules: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,6 +128,8 @@ class Family:
         if isinstance(letters := values.get("hybrid_override_pattern"), str) and not values.get("layer_types"):
             values["layer_types"] = [LETTERS.get(letter, letter) for letter in letters]
         values = dict(self.reads) | values
+        if self.inner_factor and values.get("intermediate_size") is None and type(values.get("hidden_size")) is int:
+            values["intermediate_size"] = self.inner_factor * values["hidden_size"]
         if self.one_half and isinstance(types := values.get("layer_types"), list):
             values["num_hidden_layers"] = values.get("num_hidden_layers") or len(types)
         if values.get("use_sliding_window") is False and values.get("sliding_window") == 0:

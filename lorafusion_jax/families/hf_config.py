@@ -67,6 +67,7 @@ class HFConfig(BaseModel):
     logits_scaling: Positive | None = None
     logit_scale: Positive | None = None
     use_parallel_residual: bool | None = None
+    scale_attn_weights: bool | None = None
     num_experts: Annotated[int, Field(ge=0, le=2**24)] | None = None
     num_experts_per_tok: Annotated[int, Field(ge=0, le=2**20)] | None = None
     moe_intermediate_size: Width | None = None
@@ -208,7 +209,8 @@ SWITCHES = frozenset((
     "num_local_experts", "per_layer_config", "output_router_logits", "router_jitter_noise",
     "attention_bias", "mlp_bias", "rope_interleaved", "qkv_bias", "bias", "norm_topk_prob", "use_cla",
     "add_classification_head", "use_qk_norm", "qk_layernorm", "use_parallel_embedding", 
-    "shared_intermediate_size",
+    "shared_intermediate_size", "scale_attn_by_inverse_layer_idx", "norm_head", "norm_softmax",
+    "using_split_qkv_in_self_attention",
 ))  # fmt: skip
 
 

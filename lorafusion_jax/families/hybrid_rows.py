@@ -32,6 +32,11 @@ _LFM2_NAMES = {
 
 HYBRID: dict[str, Family] = {
     "qwen3_5_text": Family(
+        models="Qwen3.5 and later, dense",
+        beyond=(
+            "a gated delta net in three of four layers, gated attention in the others, partial rotary embeddings,"
+            " norms with an offset"
+        ),
         architectures=("Qwen3_5ForCausalLM",), fields=_DELTA_FIELDS, delta_net={}, **_DELTA_NAMES,
         reads=_DELTA | {
             "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
@@ -40,6 +45,8 @@ HYBRID: dict[str, Family] = {
         known=_MTP,
     ),
     "qwen3_next": Family(
+        models="Qwen3-Next",
+        beyond="as Qwen3.5, with experts and a gated one beside them",
         architectures=("Qwen3NextForCausalLM",), fields=_DELTA_FIELDS, delta_net={"grouped": True}, **_DELTA_NAMES,
         experts={"shared_gate": True},
         reads=_DELTA | {
@@ -52,6 +59,8 @@ HYBRID: dict[str, Family] = {
         modules={"mlp.router": "mlp.gate"},
     ),
     "qwen3_5_moe_text": Family(
+        models="Qwen3.5 and later, with experts (35B-A3B)",
+        beyond="as Qwen3.5, with experts and a gated one beside them",
         architectures=("Qwen3_5MoeForCausalLM",), fields=_DELTA_FIELDS, delta_net={}, **_DELTA_NAMES,
         experts={"shared_gate": True}, modules={"mlp.router": "mlp.gate"},
         reads=_DELTA | {
@@ -66,6 +75,11 @@ HYBRID: dict[str, Family] = {
         ),
     ),
     "olmo_hybrid": Family(
+        models="OLMo hybrid",
+        beyond=(
+            "a gated delta net with projections of q, k and v in three of four layers, which have norms of "
+            "inputs; attention as OLMo 2 in the others"
+        ),
         architectures=("OlmoHybridForCausalLM",), delta_net={"separate": True}, rotated="unless null",
         fields={"norms": "post", "qk_norm": "full"},
         modules={
@@ -81,6 +95,8 @@ HYBRID: dict[str, Family] = {
         known=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
     ),
     "granitemoehybrid": Family(
+        models="Granite 4, dense and hybrid",
+        beyond="as Granite 3; Mamba-2 in most layers, experts with an MLP beside them, or the MLP alone",
         architectures=("GraniteMoeHybridForCausalLM",), mixer="mamba", **GRANITE_EXPERTS,
         fields={"fused": "mlp", "mlp_module": SHARED_MLP, "mlp_names": ("input_linear", "output_linear")},
         reads=GRANITE_MOE | _MAMBA | {
@@ -89,6 +105,8 @@ HYBRID: dict[str, Family] = {
         known=("router_aux_loss_coef", "mamba_chunk_size", "normalization_function", "init_method"),
     ),
     "bamba": Family(
+        models="Bamba",
+        beyond="Mamba-2 in most layers, partial rotary embeddings",
         architectures=("BambaForCausalLM",), mixer="mamba", fields={"mlp_module": FEED_FORWARD},
         reads=_MAMBA | {
             "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -100,6 +118,11 @@ HYBRID: dict[str, Family] = {
         modules={"post_attention_layernorm": "pre_ff_layernorm", "model.norm": "model.final_layernorm"},
     ),
     "nemotron_h": Family(
+        models="Nemotron-H, Nemotron 3 Nano",
+        beyond=(
+            "a layer is Mamba-2, attention without rotary embeddings, an MLP, or experts without gates and one "
+            "beside them"
+        ),
         architectures=("NemotronHForCausalLM",), mixer="mamba", one_half=True, rotated="none", frozen=("out_proj",),
         fields={
             "attention_module": MIXER, "mlp_module": MIXER, "mlp_gated": False, "mlp_names": ("up_proj", "down_proj"),
@@ -138,6 +161,8 @@ HYBRID: dict[str, Family] = {
         ignored=("mtp.",),
     ),
     "falcon_h1": Family(
+        models="Falcon-H1",
+        beyond="Mamba-2 beside attention in every layer, a factor of each projection",
         architectures=("FalconH1ForCausalLM",), mixer="mamba", frozen=("out_proj",),
         fields={"mixer_beside": True, "mlp_module": FEED_FORWARD},
         modules={"post_attention_layernorm": "pre_ff_layernorm", "model.norm": "model.final_layernorm"},
@@ -157,6 +182,8 @@ HYBRID: dict[str, Family] = {
         ),
     ),
     "lfm2": Family(
+        models="LFM2",
+        beyond="gated short convolutions in most layers, norms of q and k",
         architectures=("Lfm2ForCausalLM",), mixer="convolution", fields=_LFM2, modules=_LFM2_NAMES,
         keys={
             "norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size",
@@ -176,6 +203,8 @@ HYBRID: dict[str, Family] = {
         ),
     ),
     "lfm2_moe": Family(
+        models="LFM2 with experts (8B-A1B)",
+        beyond="as LFM2, with experts chosen with an offset, an MLP alone in the first layers",
         architectures=("Lfm2MoeForCausalLM",), mixer="convolution", fields=_LFM2,
         experts={"router": Router(score="sigmoid", correction=True, least=1e-6), "module": FEED_FORWARD},
         expert_names=tuple(f"feed_forward.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),

@@ -29,7 +29,7 @@ from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.norm import Kind, Norms, Place
 from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.pattern import LayerType
-from lorafusion_jax.families.per_layer_input import MIX, MIX_NORM, TABLE, PerLayerInput
+from lorafusion_jax.families.per_layer_input import MIX, MIX_NORM, POSITIONS, TABLE, PerLayerInput
 from lorafusion_jax.families.read import translate
 from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.short_convolution import ShortConvolution
@@ -55,7 +55,7 @@ class ModelConfig:
             each head without a weight, in layers with rotary embeddings.
         mlp_gated, mlp_names, mlp_module: see `families.mlp.Mlp`.
         turned_norm: see `families.attention.Attention`.
-        fused: q, k and v are one projection, and so are gate and up, if there is a gate; or only the latter ("mlp").
+        fused: q, k and v are one projection, and so are gate and up, if there is a gate; or only those of one half.
         attention_scale, attention_soft_cap: see `families.attention.Attention`.
         embedding_scale: factor of the embeddings, rounded to their dtype.
         residual_scale: factor of what attention and the MLP add.
@@ -73,6 +73,7 @@ class ModelConfig:
         latent: attention of all layers, but for its rope (None: it has no latents).
         input_width, input_vocab: width of the inputs that layers have of their own, and rows of their table (0: there
             are none), see `families.per_layer_input`.
+        learned_positions: the embedding of a token's position is added to its own.
         chosen: tokens that an indexer chooses for each query; shorter samples are attended to as a whole, so that they
             need no indexer, and longer ones are refused (None: there is none).
         pattern: type of each layer; empty if all layers are alike.
@@ -113,7 +114,7 @@ class ModelConfig:
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     qk_norm: bool | Literal["full", "unit"] = False
     turned_norm: bool = False
-    fused: bool | Literal["mlp"] = False
+    fused: bool | Half = False
     activation: Activation = "silu"
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
@@ -141,6 +142,7 @@ class ModelConfig:
     latent: LatentAttention | None = None
     input_width: int = 0
     input_vocab: int = 0
+    learned_positions: bool = False
     chosen: int | None = None
     pattern: tuple[LayerType, ...] = ()
     checkpoint_format: str | None = None
@@ -286,7 +288,7 @@ class ModelConfig:
             inner=self.intermediate_size * (2 if kind.wide else 1),
             activation=self.activation,
             bias=self.mlp_bias,
-            fused=bool(self.fused) and self.mlp_gated,
+            fused=self.fused in (True, "mlp") and self.mlp_gated,
             gated=self.mlp_gated,
             names=self.mlp_names,
             gate_factor=gate_factor,
@@ -339,9 +341,9 @@ class ModelConfig:
 
     @cached_property
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the frozen tensors that make the layers' own inputs, by leaf name."""
+        """Shapes of the frozen tensors that make the inputs of layers beside the embedding, by leaf name."""
         if not self.input_width:
-            return {}
+            return {POSITIONS: (self.max_positions, self.hidden_size)} if self.learned_positions else {}
         together = self.num_layers * self.input_width
         return {
             TABLE: (self.input_vocab, together),
@@ -366,7 +368,7 @@ class ModelConfig:
             bias=self.qkv_bias,
             o_bias=self.o_bias,
             turned_norm=self.turned_norm,
-            fused=self.fused is True,
+            fused=self.fused in (True, "attention"),
             fused_name=self.fused_name,
             by_head=self.fused_by_head,
             sinks=self.attention_sinks,

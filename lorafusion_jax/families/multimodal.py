@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.table import FAMILIES
 
 # model_type → (architecture, families that its text part may be of; the first one if it does not say)
@@ -89,6 +90,16 @@ def root_in_peft(wrapper: str) -> str:
 def loads_whole(wrapper: str, *, scored: bool) -> bool:
     """Whether a class of transformers loads a multimodal model with what an adapter needs; if not, its text part."""
     return bool(wrapper) and (not scored or wrapper in SCORED)
+
+
+def names_in_file(
+    family: Family, wrapper: str, names: Collection[str], stored: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Finds the tensors of a model of text in a checkpoint, see `stored_names`; an older one may lack `family.root`."""
+    if wrapper:
+        return stored_names(names, stored)
+    older = family.root and not any(name.startswith(family.root) for name in stored)
+    return {name: name.removeprefix(family.root) if older else name for name in names}, []
 
 
 def stored_names(names: Collection[str], stored: Collection[str]) -> tuple[dict[str, str], list[str]]:

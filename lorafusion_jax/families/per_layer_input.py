@@ -17,6 +17,7 @@ TABLE, MIX, MIX_NORM = (  # tensors of the model that make the inputs of all lay
     "per_layer_model_projection.weight",
     "per_layer_projection_norm.weight",
 )
+POSITIONS = "embed_positions.weight"  # a tensor of the model that is added to the embeddings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,6 +183,8 @@ def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
     scale = hf.attention_multiplier
     if hf.query_pre_attn_scalar is not None:
         scale = hf.query_pre_attn_scalar**-0.5
+    if hf.scale_attn_weights is False:
+        scale = 1.0
     numbers = {
         "norm_eps": 1e-6 if hf.rms_norm_eps is None else hf.rms_norm_eps,
         "qk_norm": bool(hf.use_qk_norm),
@@ -241,6 +243,11 @@ def _quantised(hf: HFConfig, family: Family, wrapper: str, unsupported: list[str
     packed if reading widens them.
     """
     if hf.quantization_config is None:
+        return None, None
+    if family.turned:
+        unsupported.append(
+            "quantization_config: kernels that are [in, out] in a file (base.quantize: nf4 makes them so)"
+        )
         return None, None
     if hf.quantization_config.get("quant_method") == "mxfp4" and "{}" not in family.expert_names[0]:
         return None, None  # reading dequantises them, see `models.expert_files`

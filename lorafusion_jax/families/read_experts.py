@@ -48,16 +48,17 @@ def read_experts(
         limit=hf.swiglu_limit,
         **family.experts,
     )
-    router = _router(hf, experts.router)
+    router = _router(hf, experts.router, active)
     malformed += _unusable_groups(router, count, active)
     return replace(experts, router=router, shared=_shared(hf, family, experts))
 
 
-def _router(hf: HFConfig, router: Router) -> Router:
+def _router(hf: HFConfig, router: Router, active: int) -> Router:
+    normalise = active > 1 if router.normalise == "several" else router.normalise
     return replace(
         router,
         correction=router.correction and hf.use_expert_bias is not False,
-        normalise=router.normalise if hf.norm_topk_prob is None else hf.norm_topk_prob,
+        normalise=normalise if hf.norm_topk_prob is None else hf.norm_topk_prob,
         scale=router.scale if hf.routed_scaling_factor is None else hf.routed_scaling_factor,
         groups=1 if hf.topk_method == "greedy" else hf.n_group or 1,
         top_groups=1 if hf.topk_method == "greedy" else hf.topk_group or 1,

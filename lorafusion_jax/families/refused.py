@@ -37,8 +37,7 @@ REFUSED = (
     Refused(models="Kimi-Linear", names=("kimi_linear", "KimiLinearForCausalLM"), reason=_DELTA_ATTENTION),
     Refused(models="Ling 3", names=("bailing_hybrid", "BailingHybridForCausalLM"), reason=_DELTA_ATTENTION),
     Refused(
-        models="Ling 1 and 2",
-        names=("bailing_moe", "bailing_moe_v2", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+        models="Ling 1", names=("bailing_moe", "BailingMoeForCausalLM"),
         reason="transformers has no class for it, so that there is nothing to compare results with",
     ),
     Refused(
@@ -50,10 +49,6 @@ REFUSED = (
     Refused(
         models="Jamba", names=("jamba", "JambaForCausalLM"),
         reason="most layers are Mamba-1, whose state decays by channel, and here Mamba-2's decays by head",
-    ),
-    Refused(
-        models="GPT-2", names=("gpt2", "GPT2LMHeadModel"),
-        reason="positions are learned embeddings, and here they are rotary ones or none",
     ),
 )  # fmt: skip
 

@@ -39,6 +39,8 @@ def find_families(architectures: Sequence[str], model_type: str | None) -> set[s
         name: {family for family, row in FAMILIES.items() if name in row.architectures} for name in architectures
     }
     matches = {name: families for name, families in by_name.items() if families}
+    if any(model_type in FAMILIES[family].shared_types for families in matches.values() for family in families):
+        model_type = None
     typed = next((name for name, row in FAMILIES.items() if model_type in row.model_types), model_type)
     if typed is None or typed not in known_names(GROUP, FAMILIES):
         others: set[str | None] = {None} if typed is not None and matches else set()

@@ -36,6 +36,7 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
             "residual_multiplier": model.residual_scale,
             "logits_scaling": 1 / model.logit_scale,
             "logit_scale": model.logit_scale,
+            "scale_attn_weights": model.attention_scale is None,
             "use_parallel_residual": model.norms.startswith("parallel"),
             "use_qk_norm": bool(model.qk_norm),
             "index_topk": model.chosen,

@@ -15,6 +15,7 @@ from jax import Array
 
 from lorafusion_jax.adapters.tokens import Table
 from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.families.per_layer_input import POSITIONS, TABLE
 from lorafusion_jax.generation.choose import Chosen, Listed, seen_tokens
 from lorafusion_jax.generation.packing import PromptPass, Scored
 from lorafusion_jax.generation.programs import GenerationPrograms, Position
@@ -109,7 +110,7 @@ class StagePasses:
         inputs = self._programs.prompt_inputs(rows, segments, self._slots, table)
         if self.stage.weights.embed is not None:
             tokens, slot_T = replicate((prompts.tokens_T, prompts.slot_T), self.stage.mesh)
-            x = self._embed(tokens, slot_T)
+            x = self._embed(tokens, slot_T, rows.position_T)
             inputs = self._with_own_inputs(inputs, tokens, x)
         return self._run(x, inputs)
 
@@ -117,18 +118,20 @@ class StagePasses:
         """Runs the next token of every sequence. Returns activations and the positions after it."""
         inputs, after = self._programs.next_inputs(at, self._slots)
         if self.stage.weights.embed is not None:
-            x = self._embed(tokens_B, at.slot_B)
+            x = self._embed(tokens_B, at.slot_B, at.position_B)
             inputs = self._with_own_inputs(inputs, tokens_B, x)
         return self._run(x, inputs), after
 
     def _with_own_inputs(self, inputs: Inputs, tokens_T: Array, x: Array) -> Inputs:
         weights = self.stage.weights.own_inputs
-        if not weights:
+        if TABLE not in weights:
             return inputs
         return inputs._replace(layers=replace(inputs.layers, of_layers=self._programs.own_inputs(weights, tokens_T, x)))
 
-    def _embed(self, tokens_T: Array, slot_T: Array) -> Array:
-        return self._programs.embed(self.stage.weights.embed, tokens_T, slot_T, *self._token_rows("embed"))
+    def _embed(self, tokens_T: Array, slot_T: Array, position_T: Array) -> Array:
+        x_TD = self._programs.embed(self.stage.weights.embed, tokens_T, slot_T, *self._token_rows("embed"))
+        table = self.stage.weights.own_inputs.get(POSITIONS)
+        return x_TD if table is None else self._programs.add_positions(table, x_TD, position_T)
 
     def _token_rows(self, table: Table) -> tuple[Array, Array | None]:
         return self._slots.tokens[table], self._bank[-1].get(f"{TOKENS}{table}")

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.adapters.tokens import TABLES, Table
-from lorafusion_jax.families.per_layer_input import TABLE
+from lorafusion_jax.families.per_layer_input import POSITIONS, TABLE
 from lorafusion_jax.generation import row_adapters
 from lorafusion_jax.generation.capacity import cached_rows
 from lorafusion_jax.generation.choose import (
@@ -38,7 +38,7 @@ from lorafusion_jax.generation.choose import (
 )
 from lorafusion_jax.layout.layer import Half
 from lorafusion_jax.models.cache import BLOCK, ROWS, Cache, CachedRows
-from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, scaled_embedding
+from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, scaled_embedding, with_positions
 from lorafusion_jax.models.per_layer_input import own_inputs
 from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.models.stream import Stream, activations, added
@@ -105,6 +105,7 @@ class GenerationPrograms:
         input_specs = {
             name: P() if axis is None else P(*[None] * axis, "fsdp") for name, axis in self._input_axes.items()
         }
+        self.add_positions = self._jit(self._add_positions, (input_specs.get(POSITIONS), *(EVERYWHERE,) * 2))
         self.own_inputs = self._jit(self._own_inputs, (input_specs, *(EVERYWHERE,) * 2))
         self.prompt_inputs = self._jit(self._prompt_inputs, (EVERYWHERE,) * 4)
         self.next_inputs = self._jit(self._next_inputs, (EVERYWHERE,) * 2)
@@ -273,6 +274,9 @@ class GenerationPrograms:
             trained_TD = values_SDm[slot_T, :, jnp.argmax(is_token_Tm, 1)].astype(x_TD.dtype)
             x_TD = jnp.where(is_token_Tm.any(1)[:, None], trained_TD, x_TD)
         return scaled_embedding(x_TD, scale)
+
+    def _add_positions(self, table: Array, x_TD: Array, position_T: Array) -> Array:
+        return with_positions(x_TD, gather(table, self._input_axes[POSITIONS]), position_T)
 
     def _own_inputs(self, weights: Mapping[str, Array], tokens_T: Array, x_TD: Array) -> Array:
         gathered = {name: gather(leaf, self._input_axes[name]) for name, leaf in weights.items()}

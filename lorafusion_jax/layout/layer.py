@@ -32,6 +32,7 @@ _SAVED = {
 }  # fmt: skip
 MAMBA, SHORT_CONVOLUTION = "mamba", "conv"
 ATTENTION = "attention"  # in GPT-NeoX
+ATTN = "attn"  # in GPT-2
 MIXER = "mixer"  # what layers of one half have: a mixer, an MLP or experts
 FEED_FORWARD = "feed_forward"  # an MLP or experts in some families
 BLOCK = "block_sparse_moe"  # experts where they are no `mlp`
@@ -44,7 +45,8 @@ PATHS: Mapping[str, str] = {
             "q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj",
             "o_proj",
         ),
-        ATTENTION: ("query_key_value", "dense"),
+        ATTENTION: ("query_key_value", "dense", "attention_query_key_value", "attention_dense"),
+        ATTN: ("c_attn", "attn_c_proj"),
         MAMBA: ("in_proj",),
         LINEAR_ATTENTION: (
             "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "g_proj",
@@ -52,7 +54,7 @@ PATHS: Mapping[str, str] = {
         ),
         "mlp": (
             "gate_proj", "up_proj", "gate_up_proj", "down_proj", "c_fc", "c_proj", "dense_h_to_4h",
-            "dense_4h_to_h", "experts_gate_up_proj", "experts_down_proj",
+            "dense_4h_to_h", "mlp_c_fc", "mlp_c_proj", "experts_gate_up_proj", "experts_down_proj",
         ),
         FEED_FORWARD: ("w1", "w3", "w2"),
         SHARED_MLP: ("input_linear", "output_linear"),
@@ -60,10 +62,20 @@ PATHS: Mapping[str, str] = {
     for name in names
 } | {name: name for name in PER_LAYER_NAMES}  # fmt: skip
 # What PEFT's names begin with in place of "model.", by projection.
-ROOTS: Mapping[str, str] = dict.fromkeys(("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), "gpt_neox.")
-# PEFT's names of the embedding where it is not this one: by that beginning, and in models of layers of one half.
+GPT_2 = "transformer."
+ROOTS: Mapping[str, str] = {
+    **dict.fromkeys(("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), "gpt_neox."),
+    **dict.fromkeys(("c_attn", "attn_c_proj", "mlp_c_fc", "mlp_c_proj"), GPT_2),
+}
+# Projections of GPT-2 and Ling whose names others have, too → their paths in files. Here their names have the module.
+RENAMED: Mapping[str, str] = {
+    name: name.replace("_", ".", 1)
+    for name in ("attn_c_proj", "mlp_c_fc", "mlp_c_proj", "attention_query_key_value", "attention_dense")
+}
+# PEFT's names of the embedding where it is not this one: by that beginning, in models of layers of one half, of Ling.
 EMBEDDING = "embed_tokens"
-EMBEDDINGS: Mapping[str, str] = {"gpt_neox.": "embed_in", MIXER: "embeddings"}
+LING = "attention_"  # names of attention's projections begin so
+EMBEDDINGS: Mapping[str, str] = {"gpt_neox.": "embed_in", GPT_2: "wte", MIXER: "embeddings", LING: "word_embeddings"}
 SUMMED_SITES = ("o", "down")  # tensor parallelism adds up the outputs of their projections over devices
 FUSED = ("qkv_proj", "gate_up_proj")
 # Modules of an MLP beside the experts of a layer.
@@ -85,6 +97,17 @@ def saved_path(path: str) -> str:
     for module, saved in _SAVED.items():
         path = path.replace(module, saved, 1)
     return path
+
+
+def peft_path(path: str) -> str:
+    """Returns the path of a projection in PEFT, from that of `saved_path`.
+
+    >>> peft_path("layers.5.attn.attn_c_proj"), peft_path("layers.5.self_attn.q_proj")
+    ('h.5.attn.c_proj', 'layers.5.self_attn.q_proj')
+    """
+    name = path.rpartition(".")[2]
+    renamed = f"{path.rpartition('.')[0].rpartition('.')[0]}.{RENAMED[name]}" if name in RENAMED else path
+    return f"h.{renamed.removeprefix('layers.')}" if ROOTS.get(name) == GPT_2 else renamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 from lorafusion_jax.adapters.init import init_leaves
 from lorafusion_jax.adapters.spec import AdapterSpec, refuse_only_in_runs
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.families.per_layer_input import TABLE
+from lorafusion_jax.families.per_layer_input import POSITIONS, TABLE
 from lorafusion_jax.models.attention import AttentionImplementation
-from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, run_layer
+from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, run_layer, with_positions
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.models.norm import LayerNorm, RMSNorm
 from lorafusion_jax.models.per_layer_input import own_inputs
@@ -70,7 +70,7 @@ class Decoder(nnx.Module):
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        if config.input_width:
+        if config.input_shapes:
             for name, shape in config.input_shapes.items():
                 table = RMSNorm(*shape, eps=config.norm_eps, dtype=dtype) if len(shape) == 1 else None
                 setattr(self, name.partition(".")[0], table or Table(*shape, dtype=dtype, rngs=rngs))
@@ -111,6 +111,8 @@ class Decoder(nnx.Module):
             positions, segments = jnp.arange(count, dtype=jnp.int32), Segments.from_lengths([count], count)
         inputs = layer_inputs(self.config, positions, segments, ctx)
         x_TD = embed(self.embed_tokens.weight[...], tokens, self.config.embedding_scale)
+        if self.config.learned_positions:
+            x_TD = with_positions(x_TD, self._input_weights[POSITIONS], positions)
         if self.config.input_width:
             inputs = replace(inputs, of_layers=self._own_inputs(tokens, x_TD))
         carry: Any = x_TD
@@ -119,9 +121,13 @@ class Decoder(nnx.Module):
         return final_norm(activations(carry), self.norm.weight[...], self.config)
 
     def _own_inputs(self, tokens: Int[Array, " T"], x_TD: Float[Array, "T D"]) -> Float[Array, "L T P"]:
-        weights = {name: getattr(self, name.partition(".")[0]).weight[...] for name in self.config.input_shapes}
+        weights = self._input_weights
         looked_up = embed(weights[TABLE], tokens)
         return own_inputs(looked_up, x_TD, weights, self.config)
+
+    @property
+    def _input_weights(self) -> dict[str, jax.Array]:
+        return {name: getattr(self, name.partition(".")[0]).weight[...] for name in self.config.input_shapes}
 
     def head(self) -> Float[Array, "D V"]:
         """The output projection; a tied one is a transposed view of the embedding."""

@@ -37,6 +37,7 @@ class Part:
         shape: its shape there: [rows, columns], [columns] of one row, or [E, K, N] or [E, N, K] of all experts.
         row, column: first row and column of the rectangle.
         transposed: the tensor is [E, N, K].
+        turned: the tensor is [K, N].
         mxfp4: the tensor is in MXFP4: NAME_blocks [E, N, K / 32, 16] and NAME_scales [E, N, K / 32].
         packed: how else its values are packed, in tensors whose names begin as that of a weight.
     """
@@ -48,6 +49,7 @@ class Part:
     mxfp4: bool = False
     packed: Packed | None = None
     transposed: bool = False
+    turned: bool = False
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -70,6 +72,8 @@ class Part:
     @property
     def rectangle(self) -> tuple[int, int]:
         """Its rows and columns in [N, E · K]."""
+        if self.turned:
+            return self.shape[1], self.shape[0]
         if len(self.shape) <= 2:
             return (1, *self.shape)[-2], (1, *self.shape)[-1]
         experts, num_in, num_out = self.shape if not self.transposed else (self.shape[0], *self.shape[:0:-1])
@@ -157,6 +161,8 @@ def write_part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:
     """The tensor of a part, from [N, E · K]."""
     rows, columns = part.rectangle
     values = kernel_NEK[part.row : part.row + rows, part.column : part.column + columns]
+    if part.turned:
+        return values.T
     if len(part.shape) <= 2:
         return values.reshape(part.shape)
     order = (1, 0, 2) if part.transposed else (1, 2, 0)
@@ -166,6 +172,8 @@ def write_part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:
 def _read(part: Part, stored: Mapping[str, Stored], rows: slice, columns: slice) -> np.ndarray:
     if part.packed is not None:
         return _read_packed(part, part.packed, stored, rows, columns)
+    if part.turned:
+        return read_slice(stored[part.name], part.name, (columns, rows)).T
     if len(part.shape) <= 2:
         index = (rows, columns)[-len(part.shape) :]
         return read_slice(stored[part.name], part.name, index).reshape(rows.stop - rows.start, -1)

@@ -53,6 +53,13 @@ def scaled_embedding(x_TD: Float[Array, "T D"], scale: float) -> Float[Array, "T
     return x_TD if scale == 1 else x_TD * jnp.asarray(scale, x_TD.dtype)
 
 
+def with_positions(
+    x_TD: Float[Array, "T D"], table_PD: Float[Array, "P D"], positions_T: Int[Array, " T"]
+) -> Float[Array, "T D"]:
+    """Adds the learned embeddings of positions; rows of no sample may have any position."""
+    return x_TD + table_PD[jnp.clip(positions_T, 0, len(table_PD) - 1)]
+
+
 def run_layer(
     layer: DecoderLayer,
     carried: Stream | Float[Array, "T D"],

@@ -26,7 +26,7 @@ from lorafusion_jax.adapters.init import init_leaves
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.model import ModelConfig, is_ignored
-from lorafusion_jax.families.multimodal import stored_names
+from lorafusion_jax.families.multimodal import names_in_file
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.models.cached_kernels import read_cached
 from lorafusion_jax.models.checkpoint import Stored, list_tensors, plain_index, read_slice
@@ -297,11 +297,9 @@ def _parts(tensor: Tensor, stored: Mapping[str, Stored], config: ModelConfig) ->
 def _text_tensors(
     stored: Mapping[str, Stored], tensors: Sequence[Tensor], config: ModelConfig
 ) -> tuple[Mapping[str, Stored], Sequence[Tensor]]:
-    """Renames the tensors of a multimodal checkpoint's text part, and leaves the others out, with a warning."""
-    if not config.wrapper:
-        return stored, tensors
+    """Names the tensors as the checkpoint does, and leaves those of a multimodal model out, with a warning."""
     tensor_names = [name for tensor in tensors for name in (tensor.name, *(part.name for part in tensor.parts))]
-    names, others = stored_names(tensor_names, stored)
+    names, others = names_in_file(family_named(config.family), config.wrapper, tensor_names, stored)
     parts = ", ".join(dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in others))
     if others:
         warnings.warn(f"only the text part is loaded: {len(others)} tensors of {parts} are left out", stacklevel=3)

@@ -9,12 +9,14 @@ from flax import nnx
 
 from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.model import ModelConfig
+from lorafusion_jax.families.per_layer_input import POSITIONS
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.models.decoder import Decoder
 from lorafusion_jax.models.expert_files import Part, expert_parts
 
 Path = tuple[Any, ...]
+TABLES = ("embed_tokens.weight", "lm_head.weight", POSITIONS)  # whose two axes are no weight and bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +67,11 @@ def _tensor(path: Path, shape: tuple[int, ...], family: Family, config: ModelCon
     if transposed and modules[-1] in EXPERTS:
         number = int(modules[1])
         parts = expert_parts(family, config.layer(number).linear(modules[-1]), number)
-    if config.norm_bias and leaf == "weight" and len(shape) == 2 and modules[-1] not in ("embed_tokens", "lm_head"):
+    if config.norm_bias and leaf == "weight" and len(shape) == 2 and ".".join([*modules, leaf]) not in TABLES:
         names = (name, family.tensor_name(f"{stem}.bias"))
         parts = tuple(Part(name=part, shape=shape[1:], row=row) for row, part in enumerate(names))
+    if transposed and family.turned:
+        parts = (Part(name=name, shape=shape, turned=True),)
     return Tensor(
         name=name,
         shape=shape[::-1] if transposed else shape,

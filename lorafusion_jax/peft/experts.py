@@ -29,7 +29,7 @@ import numpy as np
 
 from lorafusion_jax.adapters.spec import spelled
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.layout.layer import BESIDE, EXPERTS, MIXER, PARALLEL
+from lorafusion_jax.layout.layer import BESIDE, EXPERTS, MIXER, PARALLEL, RENAMED
 
 Tensors = dict[str, np.ndarray]
 
@@ -57,7 +57,15 @@ def named_in_peft(targets: Sequence[str], paths: Collection[str]) -> tuple[list[
         dense = [path for path in inside if path.startswith(f"{module}.") and path.rpartition(".")[2] not in EXPERTS]
         parameters += [f"{path}.weight" for path in dict.fromkeys(dense)]
     others = {*EXPERTS, *(path.split(".")[-2] for path in parameters if path.endswith(".weight"))}
-    return [name for name in targets if name not in others], parameters
+    return list(dict.fromkeys(_in_peft(name, targets) for name in targets if name not in others)), parameters
+
+
+def _in_peft(name: str, targets: Sequence[str]) -> str:
+    """PEFT's name of a projection, with its module where another of that name has no adapter."""
+    path = RENAMED.get(name, name)
+    short = path.rpartition(".")[2]
+    alike = [other for other, renamed in RENAMED.items() if renamed.endswith(f".{short}")]
+    return short if all(other in targets for other in alike) else path
 
 
 def _in_module(path: str, module: str) -> str:

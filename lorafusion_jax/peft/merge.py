@@ -21,7 +21,7 @@ from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.adapters.tokens import Table
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.families.multimodal import stored_names
+from lorafusion_jax.families.multimodal import names_in_file
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.models.checkpoint import Stored, list_tensors
@@ -125,7 +125,7 @@ def _parts(config: ModelConfig, arrays: Arrays, places: Mapping[str, Stored]) ->
         if name in EXPERTS and layer < config.num_layers and name in config.layer(layer).targets:
             parts[path] = expert_parts(family, config.layer(layer).linear(name), layer)
         else:
-            parts[path] = (Part(name=family.tensor_name(f"model.{path}.weight"), shape=()),)
+            parts[path] = (Part(name=family.tensor_name(f"model.{path}.weight"), shape=(), turned=family.turned),)
     names = _names(config, [part.name for path_parts in parts.values() for part in path_parts], places)
     renamed = {
         path: tuple(replace(part, name=names[part.name]) for part in path_parts) for path, path_parts in parts.items()
@@ -135,10 +135,11 @@ def _parts(config: ModelConfig, arrays: Arrays, places: Mapping[str, Stored]) ->
 
 def _names(config: ModelConfig, names: Sequence[str], places: Mapping[str, Stored]) -> Mapping[str, str]:
     """Returns the names in the checkpoint, which may be of a multimodal model."""
-    if not config.wrapper:
-        return {name: name for name in names}
-    every = [family_named(config.family).tensor_name(table) for table in _TABLES.values()]
-    return stored_names([*every, *names], places.keys())[0]  # a checkpoint has the tables, however it stores experts
+    family = family_named(config.family)
+    every = [
+        family.tensor_name(table) for table in _TABLES.values()
+    ]  # a checkpoint has them, however it stores experts
+    return names_in_file(family, config.wrapper, [*every, *names], places.keys())[0]
 
 
 def _kernels(
@@ -160,8 +161,9 @@ def _kernels(
     path, part = parts[name]
     merge = adapter_kind(spec.kind).merge
     if path.rpartition(".")[2] not in EXPERTS:
-        tensors, sizes = tensors_at(spec, arrays, path, (stored.shape[1], stored.shape[0]))
-        yield stored, False, partial(merge, tensors=tensors, sizes=sizes)
+        num_in, num_out = stored.shape if part.turned else stored.shape[::-1]
+        tensors, sizes = tensors_at(spec, arrays, path, (num_in, num_out))
+        yield stored, part.turned, partial(merge, tensors=tensors, sizes=sizes)
         return
     tensors, sizes = tensors_at(spec, arrays, path)
     columns = slice(part.row, part.row + part.rectangle[0])  # of B: gate or up, or both
@@ -264,7 +266,7 @@ def _misfits(
         if part.shape:
             shape = part.shape
         elif len(shape) == 2:  # a kind may not know both sizes, which then fit
-            shape = (sizes.N or shape[0], sizes.K or shape[1])
+            shape = (sizes.N or shape[part.turned], sizes.K or shape[not part.turned])[:: -1 if part.turned else 1]
         if part.mxfp4:
             problems.append(f"quantised: {name} is MXFP4, only {', '.join(_DTYPES)} can be merged into")
         elif part.packed or f"{part.stem}.qweight" in places:

@@ -11,14 +11,14 @@ from typing import Any
 
 from lorafusion_jax.adapters.kind import AdapterKind, Head
 from lorafusion_jax.adapters.patterns import Patterns, matches, unusable_pattern
-from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
+from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec, spelled
 from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
 from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.families.multimodal import TEXT_ROOT
 from lorafusion_jax.families.token_rows import check_tokens, token_rows
-from lorafusion_jax.layout.layer import EMBEDDING, EMBEDDINGS, PATHS
+from lorafusion_jax.layout.layer import EMBEDDING, EMBEDDINGS, GPT_2, PATHS, RENAMED, ROOTS
 from lorafusion_jax.peft.experts import targets_of
 from lorafusion_jax.readable import SETTINGS, read_text
 
@@ -58,6 +58,7 @@ _NEUTRAL = frozenset(
         "bias",  # looked at below, as modules_to_save
         "eva_config",
         "lora_ga_config",
+        "fan_in_fan_out",  # PEFT sets it by the class of each projection
         "megatron_core",
         "qalora_group_size",
         "runtime_config",
@@ -431,6 +432,10 @@ def _targets(
         targets = []
     names = present if isinstance(targets, str) and (targets == ALL_LINEAR or targets not in known) else targets
     names = [names] if isinstance(names, str) else names
+    roots = {ROOTS.get(name) for name in present if name in RENAMED or ROOTS.get(name) == GPT_2}
+    renamed = [name for name in RENAMED if ROOTS.get(name) in roots]
+    if isinstance(names, list) and renamed:
+        names = [projection for name in names for projection in spelled(".".join(str(name).split(".")[-2:]), renamed)]
     names = [*names, *experts] if isinstance(names, list) else names
     if not isinstance(names, list) or not names:
         message = f"target_modules={shortened(targets)} names no projection."

@@ -20,12 +20,16 @@ from lorafusion_jax.layout.layer import (
     BLOCK,
     EMBEDDING,
     EMBEDDINGS,
+    GPT_2,
+    LING,
     MIXER,
     MIXERS,
     PARALLEL,
     PATHS,
     PER_LAYER_NAMES,
+    RENAMED,
     ROOTS,
+    peft_path,
     saved_path,
 )
 from lorafusion_jax.peft.experts import our_key, targets_of
@@ -45,6 +49,7 @@ _WHOLE = re.compile(
     rf"{re.escape(ROOT)}model\.((?:model\.)?language_model\.(?:model\.)?)(layers|embed_tokens|lm_head)\."
 )
 _EMBEDDING = re.compile(rf"({re.escape(PREFIX)})(?:{'|'.join(EMBEDDINGS.values())})(\.token_adapter\.)")
+_PROJECTION = re.compile(rf"({re.escape(PREFIX)}layers\.\d{{1,6}}\.)(\w+\.\w+)(?=\.)")
 KEY = re.compile(re.escape(PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{_IN_LAYER}|(?={_OF_LAYER}))(\w+))\.([\w.]+)")
 
 
@@ -99,10 +104,22 @@ def text_name(key: str) -> tuple[str, str]:
     if match is None:
         for root in dict.fromkeys(ROOTS.values()):
             if key.startswith(f"{ROOT}model.{root}"):
-                return _our_embedding(f"{PREFIX}{key.removeprefix(f'{ROOT}model.{root}')}"), root
-        return _our_embedding(key), TEXT_ROOT
+                inside = f"{PREFIX}{key.removeprefix(f'{ROOT}model.{root}')}"
+                return _our_embedding(_our_projection(inside, root)), root
+        return _our_embedding(_our_projection(key, TEXT_ROOT)), TEXT_ROOT
     part = "lm_head" if match[2] == "lm_head" else f"{TEXT_ROOT}{match[2]}"
     return f"{ROOT}model.{part}.{key[match.end() :]}", match[1]
+
+
+def _our_projection(key: str, root: str) -> str:
+    """The name of a tensor with our name of the projection, which others of its family or another have, too."""
+    name_of = {path: name for name, path in RENAMED.items() if ROOTS.get(name, TEXT_ROOT) == root}
+    key = key.replace(f"{PREFIX}h.", f"{PREFIX}layers.", 1) if root == GPT_2 else key
+    match = _PROJECTION.match(key)
+    if match is None or match[2] not in name_of:
+        return key
+    module = match[2].partition(".")[0]
+    return f"{match[1]}{module}.{name_of[match[2]]}{key[match.end() :]}"
 
 
 def _our_embedding(key: str) -> str:
@@ -117,7 +134,8 @@ def embedding_in_peft(paths: Iterable[str]) -> str:
     """
     paths = list(paths)
     in_mixers = any(path.split(".")[2:3] == [MIXER] for path in paths)
-    return EMBEDDINGS.get(MIXER if in_mixers else root_for(paths), EMBEDDING)
+    of_ling = any(path.rpartition(".")[2].startswith(LING) for path in paths)
+    return EMBEDDINGS.get(MIXER if in_mixers else LING if of_ling else root_for(paths), EMBEDDING)
 
 
 def whole_name(key: str, root: str = IN_PEFT, embedding: str = EMBEDDING) -> str:
@@ -133,6 +151,8 @@ def whole_name(key: str, root: str = IN_PEFT, embedding: str = EMBEDDING) -> str
         return key
     inside = key.removeprefix(PREFIX)
     inside = f"{embedding}{inside.removeprefix(EMBEDDING)}" if inside.startswith(f"{EMBEDDING}.") else inside
+    if match := KEY.fullmatch(key):
+        inside = f"{peft_path(match[1])}.{match[4]}"
     return f"{ROOT}model.{root}{inside}"
 
 

@@ -11,7 +11,7 @@ from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
-from lorafusion_jax.layout.layer import EMBEDDING
+from lorafusion_jax.layout.layer import EMBEDDING, GPT_2, peft_path
 from lorafusion_jax.peft.experts import named_in_peft
 from lorafusion_jax.peft.read_config import LORA, TRAINED_TOKENS, WEIGHT, dropout_key, peft_type
 from lorafusion_jax.peft.settings import embedding_in_peft, root_for
@@ -55,7 +55,7 @@ def config_of(
         "r": spec.rank if spec.patterns is None else spec.patterns.rank,
         "target_modules": modules,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": root_for(paths) == GPT_2,  # whose kernels are [in, out]
         "inference_mode": True,
         "modules_to_save": None if spec.head is None else spec.head.modules,
         "layers_to_transform": None,
@@ -96,8 +96,9 @@ def names_each(spec: AdapterSpec, paths: Collection[str], multimodal: bool) -> b
 
 def _one_by_one(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[str], root: str) -> dict[str, Any]:
     """Settings that name each projection by its path, in place of names and patterns."""
-    full_paths = {path: f"{root}{path}" for path in paths}
-    modules = [full_paths[path] for path in paths if path.rpartition(".")[2] in config["target_modules"]]
+    full_paths = {path: f"{root}{peft_path(path)}" for path in paths}
+    ends = tuple(f".{name}" for name in config["target_modules"])
+    modules = [path for path in full_paths.values() if f".{path}".endswith(ends)]
     weights = {f"{path}.weight" for path in full_paths.values()}
     parameters = [
         full

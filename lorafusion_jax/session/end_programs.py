@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.families.per_layer_input import POSITIONS
 from lorafusion_jax.families.per_layer_input import TABLE as INPUT_TABLE
-from lorafusion_jax.models.forward import embed, scaled_embedding
+from lorafusion_jax.models.forward import embed, scaled_embedding, with_positions
 from lorafusion_jax.models.per_layer_input import own_inputs
 from lorafusion_jax.models.stream import activations
 from lorafusion_jax.modules.tensor_sums import TENSOR, on_first, part_start
@@ -51,6 +52,7 @@ class EndPrograms:
         if INPUT_TABLE in input_specs:
             input_specs[INPUT_TABLE] = stage.columns(parts.model.input_shapes[INPUT_TABLE]).spec
         self.input_axes = {name: split_axis(spec) for name, spec in input_specs.items()}
+        self.add_positions = self._jit(self._add_positions, (input_specs.get(POSITIONS), ROWS, ROWS), ROWS)
         self.own_inputs = self._jit(self._own_inputs, (input_specs, ROWS, ROWS), ROWS)
         self.no_choices = self._jit(self._no_choices, (ROWS,), ROWS)
         self.embed_rows = self._jit(self._embed_rows, (self._table_spec, ROWS, ROWS, REPLICATED), ROWS)
@@ -85,6 +87,9 @@ class EndPrograms:
         mine = (rows >= 0) & (rows < len(table))
         x_TD = jnp.where(mine[:, None], embed(table, jnp.where(mine, rows, 0)), 0)
         return lax.psum(x_TD, TENSOR)
+
+    def _add_positions(self, table: Array, x: Array, positions: Array) -> Array:
+        return with_positions(x[0], gather(table, self.input_axes[POSITIONS]), positions[0])[None]
 
     def _own_inputs(self, weights: Mapping[str, Array], tokens: Array, x: Array) -> Array:
         """Returns the inputs that layers have of their own, [1, L, T, P]."""

@@ -10,6 +10,8 @@ import numpy as np
 from jax import Array
 
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.families.per_layer_input import POSITIONS
+from lorafusion_jax.families.per_layer_input import TABLE as INPUT_TABLE
 from lorafusion_jax.models.stream import activations, joined
 from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.session import leaves as lv
@@ -69,7 +71,7 @@ class Stage(StageState):
     def _with_own_inputs(self, inputs: Inputs, batch: Microbatch, hidden: Any) -> Inputs:
         """Adds the inputs that layers have of their own, if they have some."""
         weights = self.weights.own_inputs
-        if not weights:
+        if INPUT_TABLE not in weights:
             return inputs
         of_layers = self.programs.ends.own_inputs(weights, batch.tokens, hidden)
         return inputs._replace(layers=replace(inputs.layers, of_layers=of_layers))
@@ -80,9 +82,13 @@ class Stage(StageState):
         if table is None:
             assert x is not None, "only the first stage begins with tokens"
             return x
+        ends = self.programs.ends
         if lv.EMBED_ROWS in self.lora:
-            return self.programs.ends.embed_rows(table, batch.tokens, batch.row_adapter, self.lora[lv.EMBED_ROWS])
-        return self.programs.ends.embed(table, batch.tokens)
+            embedded = ends.embed_rows(table, batch.tokens, batch.row_adapter, self.lora[lv.EMBED_ROWS])
+        else:
+            embedded = ends.embed(table, batch.tokens)
+        positions = self.weights.own_inputs.get(POSITIONS)
+        return embedded if positions is None else ends.add_positions(positions, embedded, batch.positions)
 
     def backward(self, slot: int, dy: Carried | None) -> Carried:
         """Adds a microbatch's gradients to the sums and returns the gradient of its input."""

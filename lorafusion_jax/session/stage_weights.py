@@ -58,7 +58,7 @@ class StageWeights:
         extent: its layers.
         pieces: weights by name, for each of its layers or half layers.
         embed: [V, D], on the first stage.
-        own_inputs: by name, what makes the inputs that layers have of their own, on the first stage.
+        own_inputs: by name, what makes the inputs of layers beside the embedding, on the first stage.
         norm, head: final norm [D] and [V, D] table, on the last stage.
     """
 

@@ -314,6 +314,8 @@ def test_patterns_of_a_folder_reach_parameters_as_in_peft(alphas, of_module, of_
         ("layers.0.attention.query_key_value", "gpt_neox.embed_in"),
         ("layers.0.mlp.dense_4h_to_h", "gpt_neox.embed_in"),
         ("layers.0.mixer.in_proj", "model.embeddings"),
+        ("layers.0.mlp.mlp_c_fc", "transformer.wte"),
+        ("layers.0.attention.attention_dense", "model.word_embeddings"),
         ("layers.0.mlp.up_proj", "model.embed_tokens"),
     ],
 )

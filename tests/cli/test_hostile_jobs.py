@@ -142,7 +142,7 @@ MODEL_FILES = {
     "deep tokenizer config": ("tokenizer_config.json", "[" * 100_000),
     "tokenizer config of thousands of digits": ("tokenizer_config.json", '{"a": ' + "9" * 5000 + "}"),
     "deep index of the weights": ("model.safetensors.index.json", "[" * 100_000),
-    "an unknown family": ("config.json", '{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}'),
+    "an unknown family": ("config.json", '{"architectures": ["OPTForCausalLM"], "model_type": "opt"}'),
     "weights cut short": ("model.safetensors", b"\x40\0\0\0\0\0\0\0{"),
     "deep tokenizer": ("tokenizer.json", "[" * 100_000),
     "binary tokenizer config": ("tokenizer_config.json", b"\xff\xfe\x00"),

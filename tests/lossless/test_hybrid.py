@@ -14,6 +14,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.peft.merge import merge_adapter
 from lorafusion_jax.training import RunFolder, train
@@ -54,6 +55,17 @@ OTHERS |= {
     "gpt_neox": (
         {"rotary_pct": 0.5},
         {"law": ["query_key_value", "dense_4h_to_h"], "med": ["dense", "dense_h_to_4h"]},
+    ),
+    "gpt2": (  # two projections of a layer have one name
+        {"n_positions": 64},
+        {"law": ["c_attn", "mlp.c_proj"], "med": ["attn.c_proj", "c_fc"]},
+    ),
+    "bailing_moe_v2": (
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 2, "moe_intermediate_size": 8,
+            "first_k_dense_replace": 1, "use_qk_norm": True, "use_bias": False,
+        },
+        {"law": ["query_key_value", "down_proj"], "med": ["dense", "up_proj"]},
     ),
     "nemotron_h": (
         {
@@ -188,7 +200,8 @@ def test_a_stage_boundary_may_be_within_a_layer(run, write_hybrid):
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_mechanisms_train_jointly_in_two_stages_as_alone(run, make_base, family, tmp_path):
     keys, targets = OTHERS[family]
-    config = ModelConfig.from_hf({"model_type": family, **SIZES, **keys})
+    sizes = {FAMILIES[family].key_of(key): size for key, size in SIZES.items()}
+    config = ModelConfig.from_hf({"model_type": family, **sizes, **keys})
     shape = {field.name: getattr(config, field.name) for field in fields(config)}
     model = make_base(tmp_path / family, **shape)
     cut = run(model=model, targets=targets, mesh=MESH)

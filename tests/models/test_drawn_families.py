@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import drawn
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ import pytest
 import test_parity
 from drawn import CASES_FILE, TOKENS, tokens
 from more_cases import mostly_nightly, nightly
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.experts import Experts, Router
@@ -30,7 +32,9 @@ from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.models import ModelConfig, Segments
 from lorafusion_jax.models.experts import choose_experts
+from lorafusion_jax.models.loading import load_frozen
 from lorafusion_jax.peft.folder import read_adapter, write_adapter
+from lorafusion_jax.peft.merge import merge_adapter
 from lorafusion_jax.peft.settings import text_name
 from lorafusion_jax.planning.stages import stage_layers
 
@@ -39,7 +43,7 @@ ROWS = drawn.read_rows(FILE)
 VALUES, GRADIENTS = 1e-5, 1e-4  # relative, as in `test_parity`
 # The first model of each family; of every run those with a mechanism that no other has, forward only.
 EVERY_DAY = ("hunyuan_v1_dense", "glm4", "apertus", "starcoder2", "cohere2", "granitemoehybrid", "lfm2",
-             "nemotron_h", "falcon_h1", "gpt_neox", "llama4", "olmo_hybrid")  # fmt: skip
+             "nemotron_h", "falcon_h1", "gpt_neox", "llama4", "olmo_hybrid", "gpt2")  # fmt: skip
 FORWARD = {ModelConfig.from_hf(row["config"]).family: case for case, row in reversed(ROWS.items())}
 
 
@@ -116,6 +120,25 @@ def test_packed_samples_of_a_drawn_model_are_computed_as_alone(case, home):
         rest = TOKENS - length
         alone = logits((length, rest), np.concatenate([ids[start:stop], np.zeros(rest, np.int32)]))[:length]
         np.testing.assert_allclose(packed[start:stop], alone, rtol=0, atol=4e-6 * np.abs(alone).max())
+
+
+def test_a_gpt_2_of_older_names_is_the_same_and_is_merged(home):
+    """Published files have no "transformer." and tables of a mask, which are left out."""
+    folder, older = folder_of("gpt2", home), home / "gpt2-older"
+    shutil.copytree(folder, older)
+    tensors = {
+        name.removeprefix("transformer."): array for name, array in load_file(folder / "model.safetensors").items()
+    }
+    masks = {f"h.{layer}.attn.bias": np.ones((1, 1, 8, 8), np.float32) for layer in range(2)}
+    save_file(tensors | masks, older / "model.safetensors")
+    before, after = (dict[str, Any](load_frozen(path, dtype="float32")) for path in (folder, older))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    report = merge_adapter(older, folder / "adapter", home / "gpt2-merged")
+    merged = load_file(home / "gpt2-merged" / "model.safetensors")
+    assert merged.keys() == (tensors | masks).keys()
+    assert report.deltas.keys() == {name for name in tensors if not np.array_equal(tensors[name], merged[name])}
+    assert len(report.deltas) == 8
 
 
 def test_half_a_layer_of_parallel_halves_is_refused():

@@ -18,6 +18,10 @@ from lorafusion_jax.models import ModelConfig
 
 BILLION = {
     "Llama-3.1-8B": 8.03,
+    "gpt2": 0.1244,
+    "Ling-mini-2.0": 16.26,
+    "Ling-flash-2.0": 102.9,
+    "gpt2-xl": 1.5576,
     "gemma-2-9b": 9.24,
     "phi-4": 14.66,
     "OLMo-2-7B": 7.3,
@@ -46,7 +50,8 @@ BILLION = {
 @pytest.mark.parametrize("name", SERVED)
 def test_published_models_are_read_and_written(name):
     config = ModelConfig.from_hf(SERVED[name])
-    assert len(config.layers) == SERVED[name]["num_hidden_layers"]
+    raw = SERVED[name]
+    assert len(config.layers) == raw.get("num_hidden_layers", raw.get("n_layer"))
     if name in BILLION:
         assert config.num_parameters / 1e9 == pytest.approx(BILLION[name], rel=0.01)
     assert ModelConfig.from_hf(config.to_hf()) == replace(config, packed=None)  # it is written plain
@@ -61,6 +66,10 @@ def test_others_are_refused_by_the_key_that_is_not_served(name):
     assert key in caught.value.what
     if "unknown architecture" not in caught.value.what:
         assert ";" not in caught.value.what, "more than one reason"
+
+
+def test_every_family_says_what_the_page_of_models_shows():
+    assert all(row.models and row.beyond and "|" not in row.models + row.beyond for row in FAMILIES.values())
 
 
 @pytest.mark.parametrize("family", REFUSED_FAMILIES, ids=lambda family: family.models)

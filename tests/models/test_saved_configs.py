@@ -27,14 +27,15 @@ PUBLISHED = {row["name"]: row["config"] for row in ROWS if row["part"] == "publi
 
 
 def test_every_family_is_there():
-    assert DEFAULTS.keys() == FAMILIES.keys()
+    in_transformers = FAMILIES.keys() - {"bailing_moe_v2"}
+    assert DEFAULTS.keys() == in_transformers
     assert {config["model_type"] for config in PUBLISHED.values()} | {
         "ministral",
         "ministral3",
         "gemma4_unified_text",
         "glm",
         "cohere",
-    } == (FAMILIES.keys())
+    } == in_transformers
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -43,6 +43,7 @@ TARGETS = [
     "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
     "per_layer_input_gate", "per_layer_projection", "c_fc", "c_proj", "in_proj", "input_linear", "output_linear",
     "w1", "w2", "w3", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "g_proj", "a_proj", "b_proj",
+    "c_attn",
 ]  # fmt: skip
 EXPERTS = ["gate_up_proj", "up_proj", "down_proj"]
 warnings.filterwarnings("ignore")
@@ -69,6 +70,14 @@ def golden_case(name: str, family: str, changes: dict) -> dict:
 
 def shapes_in(file: Path) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in sorted(load_file(file).items())}
+
+
+def zeros(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+def shapes_of(arrays: dict[str, np.ndarray]) -> dict[str, list[int]]:
+    return {name: list(array.shape) for name, array in sorted(arrays.items())}
 
 
 def as_published(shapes: dict[str, list[int]], config: transformers.PreTrainedConfig) -> dict[str, list[int]]:
@@ -120,7 +129,62 @@ def peft_config(model: torch.nn.Module) -> peft.LoraConfig:
     )  # fmt: skip
 
 
+# Ling 2 has no class in transformers. Its function is that of GLM-4.5 with q, k and v as one projection: what one A and
+# one B of it get is what three pairs with the same A get together.
+LING = {
+    "embed_tokens": "word_embeddings", "self_attn": "attention", "q_norm": "query_layernorm", "k_norm": "key_layernorm",
+    "o_proj": "dense", "e_score_correction_bias": "expert_bias",
+}  # fmt: skip
+FUSED, PARTS = "query_key_value", ("q_proj", "k_proj", "v_proj")
+OF_GLM = {
+    "num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts", "use_qkv_bias": "attention_bias",
+}  # fmt: skip
+LING_ONLY = ("architectures", "model_type", "use_bias", "use_qkv_bias", "partial_rotary_factor", "rope_theta")
+
+
+def glm_config(config: dict) -> dict:
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    rope["partial_rotary_factor"] = config["partial_rotary_factor"]
+    values = {OF_GLM.get(key, key): value for key, value in config.items() if key not in LING_ONLY or key in OF_GLM}
+    return values | {"rope_parameters": rope, "norm_topk_prob": True}
+
+
+def ling_name(name: str) -> str:
+    return ".".join(LING.get(part, part) for part in name.split("."))
+
+
+def to_ling(arrays: dict[str, np.ndarray], *, gradients: bool = False) -> dict[str, np.ndarray]:
+    """Arrays of GLM under the names of Ling; q, k and v one below the other, and their A added up."""
+    merged: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        part = next((part for part in PARTS if f".{part}." in name), None)
+        if part is None:
+            merged[ling_name(name)] = array
+        elif part == PARTS[0]:
+            three = [arrays[name.replace(part, other)] for other in PARTS]
+            joined = np.concatenate(three)
+            if ".lora_A." in name:
+                joined = np.sum(three, axis=0) if gradients else three[0]
+            merged[ling_name(name.replace(part, FUSED))] = joined
+    return merged
+
+
+def to_glm(arrays: dict[str, np.ndarray], shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """The inverse, for tensors of these names and shapes."""
+    split = {}
+    for name, shape in shapes.items():
+        part = next((part for part in PARTS if f".{part}." in name), None)
+        array = arrays[ling_name(name if part is None else name.replace(part, FUSED))]
+        if part is not None and ".lora_A." not in name:
+            before = [shapes[name.replace(part, other)][0] for other in PARTS[: PARTS.index(part)]]
+            array = array[sum(before) : sum(before) + shape[0]]
+        split[name] = array
+    return split
+
+
 def write(row: dict, folder: Path) -> dict:
+    ling, settings = row["class"] == "BailingMoeV2", row["config"]
+    row = row | ({"class": "Glm4Moe", "config": glm_config(settings)} if ling else {})
     name, share, count = row["class"], row["share"], row.get("count", TOKENS)
     model_class = CLASSES.get(name, f"{name}ForCausalLM")
     config = getattr(transformers, f"{row.get('of_config', name)}Config")(**row["config"])
@@ -128,15 +192,26 @@ def write(row: dict, folder: Path) -> dict:
     model_class(config).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     shapes = as_published(shapes_in(folder / "model.safetensors"), config)
-    save_file(as_tensors(weights(shapes, share)), folder / "model.safetensors", {"format": "pt"})
+    glm_shapes = shapes
+    if ling:
+        shapes = shapes_of(to_ling(zeros(shapes)))
+    drawn = weights(shapes, share)
+    save_file(as_tensors(to_glm(drawn, glm_shapes) if ling else drawn), folder / "model.safetensors", {"format": "pt"})
     model = model_class.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     model.config._experts_implementation = "eager"
     model.eval()
-    adapted = peft.get_peft_model(model, peft_config(model))
+    lora = peft_config(model)
+    if ling:  # whose experts are modules of their own
+        lora.target_parameters = [name for name in lora.target_parameters if name.endswith(".weight")]
+    adapted = peft.get_peft_model(model, lora)
     adapted.save_pretrained(folder / "adapter")
     (folder / "adapter" / "README.md").unlink(missing_ok=True)
     adapter_shapes = shapes_in(folder / "adapter" / "adapter_model.safetensors")
+    glm_adapter = adapter_shapes
+    if ling:
+        adapter_shapes = shapes_of(to_ling(zeros(adapter_shapes)))
     values = adapter(adapter_shapes)
+    values = to_glm(values, glm_adapter) if ling else values
     save_file(as_tensors(values), folder / "adapter" / "adapter_model.safetensors")
     leaves = {path.replace(".default", ""): leaf for path, leaf in adapted.named_parameters() if "lora_" in path}
     assert leaves.keys() == values.keys(), leaves.keys() ^ values.keys()
@@ -152,7 +227,9 @@ def write(row: dict, folder: Path) -> dict:
     result.loss.backward()
     arrays = {"logits": plain, "adapted": result.logits[0]}
     arrays |= {f"grad.{path}": leaf.grad for path, leaf in leaves.items()}
-    probes = {path: probe(path, array.detach().numpy()) for path, array in arrays.items()}
+    values = {path: array.detach().numpy() for path, array in arrays.items()}
+    values = to_ling(values, gradients=True) if ling else values
+    probes = {path: probe(path, array) for path, array in values.items()}
     routers = {}
     if row["case"] in WITH_ROUTERS:
         adapted.zero_grad()
@@ -161,15 +238,18 @@ def write(row: dict, folder: Path) -> dict:
         again.loss.backward()
         of_routers = {f"grad.{path}": probe(f"grad.{path}", leaf.grad.numpy()) for path, leaf in leaves.items()}
         routers = {"routers": {"balance": float(again.aux_loss), "loss": float(again.loss), "probes": of_routers}}
+    described = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    if ling:
+        described["target_modules"] = [FUSED, "dense"]
     return {
         "case": row["case"],
         **({"family": name, "count": count} if "count" in row else {}),
         "share": share,
-        "config": json.loads((folder / "config.json").read_text()),
+        "config": settings if ling else json.loads((folder / "config.json").read_text()),
         "tensors": shapes,
         "adapter_config": {
             key: value
-            for key, value in json.loads((folder / "adapter" / "adapter_config.json").read_text()).items()
+            for key, value in described.items()
             if value not in (None, False, [], {}) and key != "base_model_name_or_path"
         },
         "adapter": adapter_shapes,

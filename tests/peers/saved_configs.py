@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as TEXT_P
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from published import SERVED
 
-NOT_IN_TRANSFORMERS = ("kimi_k2",)
+NOT_IN_TRANSFORMERS = ("kimi_k2", "bailing_moe")
 UNPUBLISHED = ("ministral", "ministral3", "gemma4_unified_text", "glm", "cohere")  # here
 WITHOUT_HEAD = {"mistral4": "Mistral4ForCausalLM"}  # its class with a head is not in the list
 SIZES = {

@@ -42,6 +42,8 @@ WHOLE = {  # a multimodal model → the golden or drawn model that is its text p
     "gemma4 per layer": "gemma4_per_layer", "gemma4_unified": "gemma4_unified", "mistral3": "mistral_window",
     "mistral3 ministral": "ministral3", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe", "llama4": "llama4",
 }  # fmt: skip
+WITHOUT_CLASS = ("bailing_moe_v2",)  # in transformers
+LOADED = [case for case in FORWARD.values() if case not in WITHOUT_CLASS]
 CLASSES = {"mistral4": "Mistral4ForCausalLM"}  # of which transformers has no Auto class
 CASES = {case: case for case in TEXT} | {f"whole {name}": case for name, case in WHOLE.items()}
 LOGITS = 1e-4  # relative; float32, another library's order of sums through all layers
@@ -67,8 +69,8 @@ def computed(tmp_path_factory):
     (home / "job.json").write_text(json.dumps({"wholes": wholes}))
     script("make", home / "job.json")
     runs = []
-    bases |= {case: write(case, home / "drawn" / case) for case in FORWARD.values()}
-    for name, case in (CASES | {case: case for case in FORWARD.values()}).items():
+    bases |= {case: write(case, home / "drawn" / case) for case in LOADED}
+    for name, case in (CASES | {case: case for case in LOADED}).items():
         base, model = str(bases[name]), ModelConfig.from_hf(bases[name])
         assert bool(model.wrapper) == (name != case) or name in FORWARD.values()
         spec, arrays = read_adapter((bases[case] if name == case else golden(case)) / "adapter")
@@ -90,7 +92,7 @@ def computed(tmp_path_factory):
         return dict(results)
 
 
-@pytest.mark.parametrize("name", [*CASES, *FORWARD.values()])
+@pytest.mark.parametrize("name", [*CASES, *LOADED])
 def test_an_adapter_changes_the_published_base_as_it_was_trained(name, computed):
     probes = (GOLDEN | ROWS)[CASES.get(name, name)]["probes"]
     for run, what in ((f"{name} base", "logits"), (name, "adapted"), (f"{name} merged", "adapted")):
