@@ -20,7 +20,7 @@ from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.chosen_rows import choose_rows
 from lorafusion_jax.data.fit_length import MOST_LOST
 from lorafusion_jax.data.prompts import prompt_tokens
-from lorafusion_jax.data.rows import Rows
+from lorafusion_jax.data.rows import Rows, messages_or_text
 from lorafusion_jax.data.sources import open_source, parse_rows
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet, quantiles
 from lorafusion_jax.data.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ def samples_of(
 
 
 def _prompt(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> PromptRow:
-    prompt = row[PROMPT]
+    prompt = messages_or_text(row[PROMPT]) if isinstance(row[PROMPT], str) else row[PROMPT]
     if not isinstance(prompt, str | list):
         raise ValueError("its prompt is neither a text nor messages")
     tokens = prompt_tokens(prompt, tokenizer, where=where)

@@ -146,8 +146,8 @@ def _read_cell(name: str, text: str, kind: CellType) -> Any:
         raise ValueError(f"its {name} is {text[:SHOWN_TEXT]!r}, not {expected}") from None
 
 
-def messages_or_text(text: str) -> list | dict | str:
-    """Returns the messages, or the message, that a text holds as JSON; another text as it is."""
+def messages_or_text(text: str) -> list | str:
+    """Returns the messages that a text holds as JSON, or the only one in a list; another text as it is."""
     try:
         value = json.loads(text) if text.lstrip()[:1] in ("[", "{") else None
     except (ValueError, RecursionError):
@@ -156,8 +156,7 @@ def messages_or_text(text: str) -> list | dict | str:
     keys = [item.keys() for item in messages if isinstance(item, dict)]
     if len(keys) < len(messages) or not all({"role", "from"} & of_one for of_one in keys):
         return text
-    is_chat = any({"content", "value", "tool_calls"} & of_one for of_one in keys)
-    return value if is_chat else text  # pyright: ignore[reportReturnType]
+    return messages if any({"content", "value", "tool_calls"} & of_one for of_one in keys) else text
 
 
 def type_name(value: object) -> str:

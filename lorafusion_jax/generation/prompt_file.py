@@ -8,16 +8,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lorafusion_jax.data.row_files import parse_csv
-from lorafusion_jax.data.rows import typed_row
+from lorafusion_jax.data.rows import messages_or_text, typed_row
 from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.text import PromptRow
 from lorafusion_jax.objective.protocol import CellType
 
-TYPES: Mapping[str, CellType] = {
-    **dict.fromkeys(("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"), "number"),
-    **dict.fromkeys(("prompt", "messages"), "messages"),
-}
+NUMBERS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+TYPES: Mapping[str, CellType] = dict.fromkeys(NUMBERS, "number")
 OF_RESULTS = ("logprobs", "prompt_logprobs", "prompt_last", "prompt_targets")  # not of what is drawn
 SETTINGS = tuple(field.name for field in fields(Sampling) if field.name not in OF_RESULTS)
 
@@ -73,6 +71,7 @@ def _read_row(line: str | dict, adapters: Sequence[str], sampling: Sampling, whe
     if not isinstance(row, Mapping):
         raise DataError("generate.row", f"{where} is not an object.", fix='{"prompt": "…"}')
     prompt = row.get("prompt", row.get("messages"))
+    prompt = messages_or_text(prompt) if isinstance(prompt, str) else prompt
     if ("prompt" in row) == ("messages" in row) or not _is_prompt(prompt):
         message = f"{where} needs either 'prompt', a text or messages, or 'messages'."
         raise DataError("generate.row", message, why=f"it has {', '.join(map(repr, row)) or 'no column'}")

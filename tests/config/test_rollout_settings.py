@@ -107,6 +107,14 @@ def test_prompts_without_room_for_an_answer_are_named_or_left_out(load, tmp_path
     assert problem.code == "model.positions"
 
 
+def test_prompts_may_be_messages_in_a_text(load, tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    rows = [{"prompt": prompt, "answer": "a"} for prompt in (messages, json.dumps(messages), json.dumps(messages[0]))]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, prompts = load_prompts("prompts.jsonl", load(), load_tokenizer(examples_directory() / "base"), tmp_path)
+    assert [row.prompt for row in prompts] == [messages] * 3
+
+
 def test_the_example_is_valid_and_short():
     path = Path(__file__).parents[2] / "examples" / "rl" / "rl.yaml"
     assert len(path.read_text().splitlines()) <= 60

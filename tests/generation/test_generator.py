@@ -386,8 +386,14 @@ def test_a_stop_that_is_no_text_is_refused(stop):
         prompt_file.read_rows([json.dumps({"prompt": "hi", "stop": stop})], ["med"], Sampling(), name="rows.jsonl")
 
 
-def test_messages_in_a_cell_of_csv_are_json():
-    lines = ["messages,stop\n", '"[{""role"": ""user"", ""content"": ""hi""}]",###\n']
-    (row,) = prompt_file.read_rows(lines, ["med"], Sampling(), name="rows.csv")
-    assert row.rows[0].prompt == [{"role": "user", "content": "hi"}]
-    assert row.rows[0].sampling.stop == ("###",)
+@pytest.mark.parametrize("messages", [[{"role": "user", "content": "hi"}], {"role": "user", "content": "hi"}])
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_messages_in_a_text_are_json(column, messages):
+    text = json.dumps(messages)
+    for name, lines in {
+        "rows.csv": [f"{column},stop\n", f'"{text.replace(chr(34), chr(34) * 2)}",###\n'],
+        "rows.jsonl": [json.dumps({column: text, "stop": "###"})],
+    }.items():
+        (row,) = prompt_file.read_rows(lines, ["med"], Sampling(), name=name)
+        assert row.rows[0].prompt == [{"role": "user", "content": "hi"}]
+        assert row.rows[0].sampling.stop == ("###",)
