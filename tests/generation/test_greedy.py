@@ -27,7 +27,7 @@ from lorafusion_jax.weights.table import stored_kind
 RECORD = json.loads((Path(__file__).parent / "greedy.json").read_text())
 CASES = sorted(set(RECORD["cases"]) - {"phi3_long"})  # whose prompts cross the context of longrope, see below
 ALWAYS = ("gemma2", "gpt_oss", "qwen3_5")  # caps and windows; experts, sinks; delta nets
-ROUNDING = 2e-5  # what logits of float32 differ by, a tenth of the smallest margin but three
+ROUNDING = 2e-5  # what logits of float32 differ by, a fifth of the smallest margin
 
 
 def stage_of(folder: Path) -> Stage:
@@ -39,16 +39,17 @@ def generator(case: str) -> Generator:
     return Generator([stage_of(golden(case))])
 
 
+@pytest.mark.filterwarnings("ignore:only the text part")
 @pytest.mark.parametrize("case", more_cases.mostly_nightly(CASES, ALWAYS))
 def test_tokens_are_those_of_transformers_and_peft(case):
     wanted, new = RECORD["cases"][case], len(RECORD["cases"][case]["base"]["tokens"][0])
     requests = [
         Request(tokens=prompt, adapter=adapter, sampling=Sampling(max_tokens=new))
         for adapter in (0, BASE)
-        for prompt in RECORD["prompts"]
+        for prompt in wanted.get("prompts", RECORD["prompts"])
     ]
     answers = generator(case)(requests)
-    assert min(wanted[name]["margin"] for name in wanted) > ROUNDING
+    assert min(wanted[name]["margin"] for name in ("adapter", "base")) > 5 * ROUNDING
     assert [answer.tokens for answer in answers] == wanted["adapter"]["tokens"] + wanted["base"]["tokens"]
 
 
