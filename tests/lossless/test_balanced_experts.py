@@ -17,6 +17,7 @@ from lorafusion_jax.planning.checks import layer_problems
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps
 FACTOR = 3.0  # large, so that it decides what is learned
 MESH = {"stages": 2}  # the second one has no router, and the loss of the first

@@ -21,6 +21,7 @@ from lorafusion_jax.training import Interrupted, RunFolder, resume, train
 from lorafusion_jax.training.loop import PlanRun
 from lorafusion_jax.weights.table import check_kernels
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps of Adam
 EXPERTS = Experts(
     width=32, inner=20, count=6, active=2, shared=Mlp(width=32, inner=20, module="mlp.shared_experts"),

@@ -19,6 +19,7 @@ from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.peft.merge import merge_adapter
 from lorafusion_jax.training import RunFolder, train
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps
 LINEAR, FULL = LayerType(linear=True), LayerType(rope=Rope(theta=100.0, channels=4))
 TARGETS = {  # each program of an adapter compiles kernels for all of its leaves

@@ -38,7 +38,7 @@ def entries(write_rows, breaking_lr):
     ]
 
 
-def test_only_the_diverging_adapter_stops(write_job, write_rows, tmp_path):
+def test_only_the_diverging_adapter_stops(kept_programs, write_job, write_rows, tmp_path):
     batch = {"capacity_tokens": 64, "tile_tokens": 16}  # programs as those of test_resume.py
     healthy = train(load_config(write_job(entries(write_rows, 1e-3), batch=batch)), tmp_path / "healthy")
     broken = train(load_config(write_job(entries(write_rows, 1e30), batch=batch)), tmp_path / "broken")

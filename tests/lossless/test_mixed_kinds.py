@@ -72,13 +72,17 @@ def joint(watched):
     return watched[0]
 
 
-def test_all_begin_at_the_base_and_folders_hold_what_was_trained(joint):
+@pytest.mark.nightly  # compiles passes of six kinds once more; extending/test_toy_kind.py does so for others
+def test_folders_compute_what_was_trained(joint):
+    for check in verify_exports(joint).values():
+        assert check.delta < 1e-6 * check.trained
+
+
+def test_all_learn_and_folders_say_what_was_trained(joint):
     rows = [json.loads(line) for line in (joint / "metrics.jsonl").read_text().splitlines()]
     for name in KINDS:
         evals = [row["eval_loss"] for row in rows if row["kind"] == "eval" and row["adapter"] == name]
         assert evals[-1] < evals[0]
-    for check in verify_exports(joint).values():
-        assert check.delta < 1e-6 * check.trained
     configs = {name: json.loads((joint / f"adapters/{name}/latest/adapter_config.json").read_text()) for name in KINDS}
     assert {name for name in KINDS if configs[name]["peft_type"] != "LORA"} == {"vera"}
     assert {name for name in KINDS if configs[name].get("use_dora")} == {"some"}

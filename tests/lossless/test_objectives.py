@@ -27,6 +27,7 @@ from lorafusion_jax.session.session import Session
 from lorafusion_jax.training import RunFolder, resume, train
 from lorafusion_jax.training.verify import verify_exports
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
 TOLERANCE = 1e-5  # float32 sums in another order, carried along by Adam for a few steps
 LR = 2e-3
 NAMES = ("law", "dpo", "kto", "grpo", "reward")

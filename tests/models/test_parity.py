@@ -45,7 +45,6 @@ FORWARD = (
 EACH = [case if case in DIFFERENTIATED else nightly(case) for case in GOLDEN]
 
 
-@cache
 def program(case: str, *, gradients: bool = True):
     """Returns run(leaves, tokens, positions, segments) → ((loss, logits), gradients), and leaves of the adapter.
 
@@ -54,6 +53,7 @@ def program(case: str, *, gradients: bool = True):
     return program_of(golden(case), gradients=gradients)
 
 
+@cache
 def program_of(folder: Path, *, gradients: bool):
     spec, arrays = read_adapter(folder / "adapter")
     model = load_decoder(folder, [spec], dtype=jnp.float32)
