@@ -48,12 +48,13 @@ def command(
     from lorafusion_jax.config.overrides import unreached
     from lorafusion_jax.planning.checks import checked_data, layer_problems, weight_notes
     from lorafusion_jax.report.data_notes import data_notes
-    from lorafusion_jax.report.trackers import missing_packages
+    from lorafusion_jax.report.trackers import handovers, missing_packages
 
     config, errors = examine_config(jobs, overrides or ())
     of_layers, more = layer_problems(config) if config else ([], [])
     config, prepared = checked_data(config, [*errors, *more, *_base_problems(config)])
     check_start(config, prepared)
+    handovers(config, Path())
     notes = [
         *of_layers,
         *unreached(read_job_file(jobs), overrides or ()),

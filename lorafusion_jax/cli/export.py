@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +17,11 @@ from lorafusion_jax.cli.common import RunPath, next_command
 from lorafusion_jax.digests import FILE as SUMS
 from lorafusion_jax.digests import Damage, find_damage, has_digests, refuse_damage
 from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
-from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.readable import RECORD, NotReadableError, check_regular
 from lorafusion_jax.report.card_results import results, rows_by_adapter
 from lorafusion_jax.report.console import MOST_LINES, out, say
+from lorafusion_jax.report.servers import base_if_here, commands, type_of, why_not_in_vllm
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,107 +29,6 @@ if TYPE_CHECKING:
     from lorafusion_jax.adapters.spec import AdapterSpec
     from lorafusion_jax.checkpoint.folder import RunFolder
     from lorafusion_jax.config.schema import JobConfig
-    from lorafusion_jax.families.model import ModelConfig
-
-# Commands of other programs that load exported adapters.
-
-# Model types, by what their classes in vLLM 0.33 did with folders of ours. Experts in one tensor, as PEFT writes them:
-# taken as they are, or where the server and the adapter say so; no other type takes them.
-FUSED_EXPERTS = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
-FLAGGED_EXPERTS = (
-    "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "granitemoe",
-    "granitemoeshared", "lfm2_moe", "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
-)  # fmt: skip
-EXPERTS_FLAG, EXPERTS_KEY = "--enable-mixed-moe-lora-format", "is_3d_lora_weight"
-NOT_TRIED = ("bailing_moe_v2",)
-WITHOUT_LORA = ("bamba", "gpt2", "stablelm", *NOT_TRIED)
-SPLIT = {"glm4": "gate_up_proj"}  # a projection that vLLM reads in two parts only
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes
-
-
-def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], model_type: str = "llama") -> list[str]:
-    """Returns the commands that load PEFT folders with the meaning that they were trained with.
-
-    Both programs know one alpha of an adapter, and llama.cpp divides it by the rank even with rsLoRA. vLLM tells the
-    projections of experts apart in a folder that has both; llama.cpp does not in all families.
-
-    Args:
-        base: folder or hub name of the base model.
-        folders: the exported adapters by name.
-        model_type: of the base as it is published; see `type_of`. Without it there is no command of vLLM.
-
-    >>> from lorafusion_jax.adapters.spec import AdapterSpec
-    >>> commands("org/base", {"law": (AdapterSpec(name="law", rank=12, alpha=24), Path("out/law"))})[0]
-    'vllm serve org/base --enable-lora --max-lora-rank 16 --lora-modules law=out/law'
-    """
-    plain = {name: pair for name, pair in folders.items() if _is_plain(pair[0])}
-    lines = []
-    vllm_folders = {name: pair for name, pair in plain.items() if not why_not_in_vllm(pair[0], model_type)}
-    if vllm_folders:
-        longest = max(spec.rank for spec, _ in vllm_folders.values())
-        rank = next(limit for limit in VLLM_RANKS if limit >= longest)
-        flagged = [name for name, (spec, _) in vllm_folders.items() if needs_flag(spec, model_type)]
-        modules = " ".join(
-            shlex.quote(json.dumps({"name": name, "path": str(folder), EXPERTS_KEY: True}))
-            if name in flagged
-            else f"{name}={folder}"
-            for name, (_, folder) in vllm_folders.items()
-        )
-        flag = f"{EXPERTS_FLAG} " if flagged else ""
-        lines.append(f"vllm serve {base} --enable-lora {flag}--max-lora-rank {rank} --lora-modules {modules}")
-    lines += [
-        f"python convert_lora_to_gguf.py --base {base} {folder}"
-        for spec, folder in plain.values()
-        if not spec.rslora and not spec.on_experts
-    ]
-    return lines
-
-
-def type_of(base: ModelConfig | None) -> str:
-    """The model type of a base as it is published; "" of one that is not known."""
-    return "" if base is None else base.wrapper or base.family
-
-
-def base_if_here(config: JobConfig) -> ModelConfig | None:
-    """The base model of a run, if this machine has it: an adapter is delivered without it, too."""
-    from lorafusion_jax.checkpoint.base_model import base_directory
-    from lorafusion_jax.families.model import ModelConfig
-
-    try:
-        return ModelConfig.from_hf(base_directory(config))
-    except CheckpointError as problem:
-        if problem.code not in ("model.missing", "model.hub"):
-            raise
-        return None
-
-
-def needs_flag(spec: AdapterSpec, model_type: str) -> bool:
-    """Whether vLLM takes an adapter where server and request say that its experts are in one tensor."""
-    return spec.on_experts and model_type in FLAGGED_EXPERTS
-
-
-def why_not_in_vllm(spec: AdapterSpec, model_type: str) -> str:
-    """Why vLLM does not load an adapter as it was trained; "" if it does. See `commands`."""
-    if not _is_plain(spec):
-        return "it takes LoRA of one rank and alpha, without heads and tokens, on both projections of experts or none"
-    if not model_type:
-        return "how it names projections depends on the base"
-    if model_type in WITHOUT_LORA:
-        return f"it has no LoRA for {model_type}"
-    if SPLIT.get(model_type) in spec.targets:
-        return f"it reads {SPLIT[model_type]} in two parts"
-    if spec.on_experts and model_type not in (*FUSED_EXPERTS, *FLAGGED_EXPERTS):
-        return f"it does not read adapters of {model_type}'s experts as PEFT stores them"
-    return "" if spec.rank <= VLLM_RANKS[-1] else f"it takes no rank above {VLLM_RANKS[-1]}"
-
-
-def _is_plain(spec: AdapterSpec) -> bool:
-    from lorafusion_jax.adapters.table import PLAIN
-
-    experts = [name for name in EXPERTS if name in spec.targets]
-    has_layers_only = spec.patterns is None and spec.head is None and spec.tokens is None
-    return spec.kind == PLAIN and has_layers_only and len(experts) in (0, len(EXPERTS))
-
 
 DTYPES = ("float32", "bfloat16")
 MOST_COMMANDS = 3

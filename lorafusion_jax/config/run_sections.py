@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf, isfinite
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
@@ -12,6 +12,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     field_validator,
+    model_validator,
 )
 
 from lorafusion_jax.config.places import MOST_PLACES, Places
@@ -306,3 +307,24 @@ class ReportSettings(Section):
         default=None, description="experiment: a run per adapter, where MLFLOW_TRACKING_URI says"
     )
     trackio: Text | None = Field(default=None, description="project: a run per adapter, in a group")
+
+
+class HandoverSettings(Section):
+    """A running server that loads the adapters at the end of the run, as `lorafusion handover` does."""
+
+    vllm: Text | None = Field(default=None, description="URL of a vLLM server, such as http://gpu:8000")
+    sglang: Text | None = Field(default=None, description="URL of an SGLang server")
+    prompt: Text = Field(default="Hello", description="what each adapter is asked once it is loaded")
+    key_file: Folder | None = Field(default=None, description="file with the server's API key")
+
+    @model_validator(mode="after")
+    def _is_one_server(self) -> Self:
+        if self.vllm is not None and self.sglang is not None:
+            raise ValueError("one server: vllm or sglang, not both")
+        if not self.is_on and (self.key_file, self.prompt) != (None, type(self).model_fields["prompt"].default):
+            raise ValueError("a server: vllm: URL or sglang: URL")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return (self.vllm, self.sglang) != (None, None)

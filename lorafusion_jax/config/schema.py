@@ -17,6 +17,7 @@ from lorafusion_jax.config.run_sections import (
     BatchSettings,
     EarlyStopSettings,
     HalvingSettings,
+    HandoverSettings,
     MeshSettings,
     ReportSettings,
     SaveSettings,
@@ -35,6 +36,7 @@ __all__ = [
     "EvalSettings",
     "Extension",
     "HalvingSettings",
+    "HandoverSettings",
     "JobConfig",
     "LoraSettings",
     "MeshSettings",
@@ -104,6 +106,7 @@ class JobConfig(Section):
     train: TrainSettings = TrainSettings()
     halving: HalvingSettings = HalvingSettings()
     report: ReportSettings = ReportSettings()
+    handover: HandoverSettings = HandoverSettings()
     auto: tuple[str, ...] = Field(default=(), exclude=True, description="keys that the planner sets at the start")
     directory: str = Field(default=".", description="folder of the job file, for relative paths")
 
@@ -120,6 +123,7 @@ SHARED: dict[str, type[BaseModel]] = {  # one value for the whole run
     "train": TrainSettings,
     "halving": HalvingSettings,
     "report": ReportSettings,
+    "handover": HandoverSettings,
 }
 DEFAULTS: dict[str, type[BaseModel]] = {  # shared defaults that every adapter may override
     "data": DataSettings,

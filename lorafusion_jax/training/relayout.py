@@ -24,6 +24,7 @@ MAY_CHANGE = (
     "train.on_failed",
     "base.cache_quantized",
     "save",
+    "handover",
 )
 
 PLACES = ("directory", "base.model", "base.revision", "report.", "train.log_every_s")

@@ -16,10 +16,10 @@ from safetensors import safe_open
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.cli import export
-from lorafusion_jax.cli.export import commands, why_not_in_vllm
 from lorafusion_jax.digests import is_intact
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.peft.folder import read_adapter
+from lorafusion_jax.report.servers import commands, why_not_in_vllm
 
 
 def dtypes(folder) -> set[str]:

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.peft.folder import read_adapter
+from lorafusion_jax.report.events import AdapterDone, RunFinished
+from lorafusion_jax.report.trackers import trackers
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -108,7 +111,7 @@ def test_vllms_rule_of_experts_is_not_sglangs(lorafusion, finished, server, monk
     assert lorafusion("handover", run, "law", "--vllm", server.url).errors == ["handover.form"]
     assert server.adapters == {}
     assert lorafusion("handover", run, "law", "--sglang", server.url).code == 0
-    monkeypatch.setattr("lorafusion_jax.cli.handover.type_of", lambda base: "qwen3_moe")
+    monkeypatch.setattr("lorafusion_jax.report.servers.type_of", lambda base: "qwen3_moe")
     assert lorafusion("handover", run, "law", "--vllm", server.url, "--as", "experts").code == 0
     assert server.last_load == {
         "lora_name": "experts", "lora_path": server.adapters["experts"], "is_3d_lora_weight": True,
@@ -219,3 +222,44 @@ def test_options_of_another_server_are_refused(lorafusion, finished, server, tmp
     for options in (("--vllm", server.url, "--gguf", "law.gguf"), ("--ollama", server.url, "--path", tmp_path)):
         assert lorafusion("handover", run, "law", *options).errors == ["handover.options"]
     assert server.adapters == {}
+
+
+def test_a_job_file_hands_its_adapters_over_once_they_are_done(lorafusion, finished, server, tmp_path):
+    """The listener of a finished run; trackers of a run get it, see `trackers`."""
+    job, run = finished
+    (tmp_path / "key").write_text("secret\n")
+    server.key, settings = "secret", ("handover.prompt=Who?", f"handover.vllm={server.url}/v1")
+    config = load_config(job.path, [*settings, f"handover.key_file={tmp_path / 'key'}"])
+    with trackers(config, run) as listeners:
+        for event in (AdapterDone(adapter="law", step=6), RunFinished(exit_code=0, seconds=1.0, peak_bytes=None)):
+            assert server.adapters == {}
+            listeners[-1](event)
+    assert sorted(server.adapters) == ["law", "med"]
+    assert Path(server.adapters["law"]) == (run / "adapters" / "law" / "latest").resolve()
+
+
+def test_a_server_that_fails_does_not_end_the_run(finished, server, capsys):
+    job, run = finished
+    server.routes = ()
+    with trackers(load_config(job.path, [f"handover.sglang={server.url}"]), run) as listeners:
+        listeners[-1](RunFinished(exit_code=0, seconds=1.0, peak_bytes=None))
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"law is not handed over: {server.url}/load_lora_adapter refused. 404" in told
+    assert f"then lorafusion handover {run} law --sglang {server.url}" in told
+
+
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [
+        ("handover.vllm=gpu:8000", "handover.options"),
+        ("handover.prompt=Who?", "config.override"),
+        ("handover={vllm: http://a, sglang: http://b}", "config.override"),
+        ("handover={vllm: http://a, key_file: nowhere}", "handover.options"),
+        ("handover={vllm: http://a} lora.kind=dora", "handover.form"),
+    ],
+)
+def test_a_server_that_cannot_be_is_refused_before_the_run(lorafusion, job, setting, code):
+    words = setting.split(" lora.kind")
+    overrides = [words[0], *(f"lora.kind{rest}" for rest in words[1:])]
+    outcome = lorafusion("check", job.path, *overrides)
+    assert (outcome.code, outcome.errors) == (2, [code]), outcome.err

@@ -15,7 +15,6 @@ from test_drawn_families import FORWARD, ROWS
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
-from lorafusion_jax.cli.export import commands, type_of
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.multimodal import WRAPPERS, root_in_peft
 from lorafusion_jax.families.table import FAMILIES
@@ -25,6 +24,7 @@ from lorafusion_jax.peft.combine import combine_adapters
 from lorafusion_jax.peft.folder import read_adapter, read_described, write_adapter
 from lorafusion_jax.peft.merge import merge_arrays
 from lorafusion_jax.peft.settings import lora_settings
+from lorafusion_jax.report.servers import commands, type_of
 
 SOURCE = golden("gemma3_untied")
 LAYOUTS = {

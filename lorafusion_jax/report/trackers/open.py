@@ -13,6 +13,7 @@ from lorafusion_jax.config.schema import JobConfig, ReportSettings
 from lorafusion_jax.errors import ConfigError, install_line
 from lorafusion_jax.report.console import errors_to, say
 from lorafusion_jax.report.events import AdapterEvent, Listener, RunEvent, RunStarted
+from lorafusion_jax.report.servers import HandOver
 from lorafusion_jax.report.trackers.mlflow import Mlflow
 from lorafusion_jax.report.trackers.series import RUN, Tracker, hyperparameters, scalars
 from lorafusion_jax.report.trackers.tensorboard import TensorBoard
@@ -32,19 +33,31 @@ TRACKERS: dict[str, tuple[str, type[Tracker]]] = {  # setting, and extra of this
 def trackers(config: JobConfig, folder: Path) -> Iterator[list[Listener]]:
     """Yields a listener for each tracker of a job, and closes them at the end. They open with the first numbers.
 
+    The last one hands adapters over, if the job says where.
+
     Raises:
-        ConfigError: the package of a tracker is not installed.
+        ConfigError: the package of a tracker is not installed; see `HandOver`.
     """
     listeners = []
+    handover = handovers(config, folder)
     for name, (module, kind) in TRACKERS.items():
         if getattr(config.report, name) not in (None, False):
             tracker = kind(_package(name, module), getattr(config.report, name), folder)
             listeners.append(_Guarded(name, tracker, config))
     try:
-        yield [*listeners]
+        yield [*listeners, *handover]
     finally:
         for listener in listeners:
             listener.close()
+
+
+def handovers(config: JobConfig, folder: Path) -> list[HandOver]:
+    """A listener that hands adapters over, if the job says where.
+
+    Raises:
+        ConfigError: see `HandOver`.
+    """
+    return [HandOver(config, folder)] if config.handover.is_on else []
 
 
 class _Guarded:

@@ -197,6 +197,7 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "rollout": adapter.rollout.is_on,
         "eval.score": adapter.eval.score is not None,
         "halving": config.halving.first_step is not None,
+        "handover (its operator says where: serve --handover)": config.handover.is_on,
         "data.train: a list": len(adapter.data.train) > 1 or any(source.weight != 1 for source in adapter.data.train),
         "data.eval: a list": len(held_out) > 1,
         "data.where": bool(adapter.data.where),

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from lorafusion_jax.cli.handover import read_key
 from lorafusion_jax.errors import ConfigError, install_line
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.console import out
+from lorafusion_jax.report.servers import read_key
 from lorafusion_jax.serve.settings import ONE_SESSION, Settings
 
 NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client")

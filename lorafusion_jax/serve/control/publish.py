@@ -17,13 +17,12 @@ from typing import Any
 
 from sqlalchemy import select
 
-from lorafusion_jax.cli.export import type_of
-from lorafusion_jax.cli.handover import START as SERVERS
-from lorafusion_jax.cli.handover import checked_url, folder_loader
 from lorafusion_jax.digests import FILE as DIGESTS
 from lorafusion_jax.errors import ConfigError, install_line
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.peft.folder import read_adapter
+from lorafusion_jax.report.servers import START as SERVERS
+from lorafusion_jax.report.servers import checked_url, folder_loader, type_of
 from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import Database, StoreError

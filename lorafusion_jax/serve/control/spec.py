@@ -35,6 +35,7 @@ NOT_SERVED = {  # keys of a job file that a place of a live session does not hav
     "halving": "jobs of a service do not know of each other",
     "rollout": "a live session samples for clients of the training API only, and runs no functions of users",
     "eval": "a service runs no functions of users",
+    "handover": "a service hands over where its operator says: serve --handover",
 }
 
 
