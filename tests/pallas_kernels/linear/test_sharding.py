@@ -35,6 +35,7 @@ MESHES = {  # mesh, x, W, A, B
     "inner-fsdp": (
         {"data": 2, "fsdp": 2, "tensor": 2}, (("data", "fsdp"), "tensor"), ("tensor", "fsdp"), (None, "tensor"), (),
     ),
+    "both": ({"data": 2, "tensor": 2}, (("data", "tensor"),), ("tensor", "data"), (), ()),
 }  # fmt: skip
 RATES = [0.1, 0.5, 0.0]
 
@@ -111,7 +112,8 @@ def test_a_mesh_changes_no_result_and_gathers_nothing_but_fsdp_weights(case, kin
     compiled = step.lower(*sharded).compile()
     assert_equal_trees(compiled(*sharded), want)
     sent = collectives(compiled)
-    halves = {"columns-fsdp": {(K, N // 2), (N // 2, K)}, "inner-fsdp": {(K // 2, N), (N, K // 2)}}
+    halves = {"columns-fsdp": {(K, N // 2), (N // 2, K)}, "inner-fsdp": {(K // 2, N), (N, K // 2)},
+              "both": {(K // 2, N), (K, N // 2), (K, N)}}  # fmt: skip
     assert set(gathered(sent)) <= halves.get(case, set())
     assert len(gathered(sent)) <= 2  # of W once forward and once backward, as plain XLA does
     sizes = [shape for how, shape in sent if how in ("all-reduce", "reduce-scatter")]
