@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from math import inf, isfinite
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -309,11 +311,29 @@ class ReportSettings(Section):
     trackio: Text | None = Field(default=None, description="project: a run per adapter, in a group")
 
 
+def _check_server(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"the URL of a server, such as http://127.0.0.1:8000, not {shortened(url)}")
+    return url
+
+
+ServerUrl = Annotated[Text, AfterValidator(_check_server)]
+
+
+def _default(section: type[Section], key: str) -> object:
+    return section.model_fields[key].default
+
+
 class HandoverSettings(Section):
     """A running server that loads the adapters at the end of the run, as `lorafusion handover` does."""
 
-    vllm: Text | None = Field(default=None, description="URL of a vLLM server, such as http://gpu:8000")
-    sglang: Text | None = Field(default=None, description="URL of an SGLang server")
+    vllm: ServerUrl | None = Field(default=None, description="URL of a vLLM server, such as http://gpu:8000")
+    sglang: ServerUrl | None = Field(default=None, description="URL of an SGLang server")
     prompt: Text = Field(default="Hello", description="what each adapter is asked once it is loaded")
     key_file: Folder | None = Field(default=None, description="file with the server's API key")
 
@@ -321,8 +341,9 @@ class HandoverSettings(Section):
     def _is_one_server(self) -> Self:
         if self.vllm is not None and self.sglang is not None:
             raise ValueError("one server: vllm or sglang, not both")
-        if not self.is_on and (self.key_file, self.prompt) != (None, type(self).model_fields["prompt"].default):
-            raise ValueError("a server: vllm: URL or sglang: URL")
+        needs = [f"handover.{key}" for key in ("prompt", "key_file") if getattr(self, key) != _default(type(self), key)]
+        if needs and not self.is_on:
+            raise ValueError(f"a server, vllm: URL or sglang: URL, for {' and '.join(needs)}")
         return self
 
     @property

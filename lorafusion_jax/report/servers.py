@@ -393,11 +393,10 @@ class HandOver:
         try:
             answer = load(server, name, str(path))(self._settings.prompt, MOST_TOKENS)
         except LoraFusionError as problem:
-            why = f" {problem.why}" if problem.why else ""
-            again = f"lorafusion handover {self._folder} {name} --{self._kind} {server.url}"
+            retry = f"lorafusion handover {self._folder} {name} --{self._kind} {server.url}"
             say(
                 errors_to(),
-                f"{name} is not handed over: {problem.what}{why} fix: {problem.fix}; then {again}",
+                f"{name} is not handed over: {problem.what} {problem.why} fix: {problem.fix}; then {retry}",
                 "yellow",
             )
             return

@@ -251,7 +251,7 @@ def test_a_server_that_fails_does_not_end_the_run(finished, server, capsys):
 @pytest.mark.parametrize(
     ("setting", "code"),
     [
-        ("handover.vllm=gpu:8000", "handover.options"),
+        ("handover.vllm=gpu:8000", "config.override"),
         ("handover.prompt=Who?", "config.override"),
         ("handover={vllm: http://a, sglang: http://b}", "config.override"),
         ("handover={vllm: http://a, key_file: nowhere}", "handover.options"),

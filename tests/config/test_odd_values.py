@@ -85,6 +85,9 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "report.wandb": (*(text for text in TEXTS if not set("/:") & set(text)), "~", "~/law.jsonl", None),
     "report.mlflow": (*SHELL, *TEXTS, None),
     "report.trackio": (*SHELL, *TEXTS, None),
+    **dict.fromkeys(("handover.vllm", "handover.sglang"), ("https://example.org/law.jsonl", None)),
+    "handover.prompt": (),  # both need a server
+    "handover.key_file": (None,),
     "data.train": (*FILES, "data/"),
     "data.eval": (*FILES, "data/", 0.5, 1e-320, None),
     "data.columns": ({},),
