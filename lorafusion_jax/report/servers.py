@@ -45,7 +45,7 @@ FLAGGED_EXPERTS = (
 )  # fmt: skip
 EXPERTS_FLAG, EXPERTS_KEY = "--enable-mixed-moe-lora-format", "is_3d_lora_weight"
 NOT_TRIED = ("bailing_moe_v2",)
-WITHOUT_LORA = ("bamba", "gpt2", "stablelm", *NOT_TRIED)
+WITHOUT_LORA = ("bamba", "gpt2", "stablelm")
 SPLIT = {"glm4": "gate_up_proj"}  # a projection that vLLM reads in two parts only
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes
 
@@ -117,6 +117,8 @@ def why_not_in_vllm(spec: AdapterSpec, model_type: str) -> str:
         return "it takes LoRA of one rank and alpha, without heads and tokens, on both projections of experts or none"
     if not model_type:
         return "how it names projections depends on the base"
+    if model_type in NOT_TRIED:
+        return f"it was not tried with {model_type}"
     if model_type in WITHOUT_LORA:
         return f"it has no LoRA for {model_type}"
     if SPLIT.get(model_type) in spec.targets:

@@ -132,7 +132,8 @@ def test_other_programs_are_named_where_they_keep_the_meaning_of_an_adapter():
     ("glm4", "o_proj", ""), ("phi3", "gate_up_proj", ""), ("gpt_neox", "query_key_value", ""),
     ("glm_moe_dsa", "experts", ""), ("lfm2_moe", "experts", ""), ("deepseek_v32", "experts", ""),
     ("nemotron_h", "experts", "nemotron_h's experts"), ("llama4", "o_proj", ""), ("olmo_hybrid", "g_proj", ""),
-    ("", "q_proj", "depends on the base"),
+    ("", "q_proj", "depends on the base"), ("gpt2", "c_attn", "no LoRA for gpt2"),
+    ("bailing_moe_v2", "dense", "not tried"),
 ])  # fmt: skip
 def test_no_command_is_printed_for_what_vllm_does_not_load(model_type, target, why):
     on_experts = target == "experts"
