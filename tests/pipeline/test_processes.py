@@ -164,6 +164,14 @@ def test_every_axis_at_once_does_not_change_the_run(job, uncut, tmp_path):
     assert_equal(uncut, read_trained(tmp_path / "run"), TOLERANCE)
 
 
+@pytest.mark.nightly
+def test_adapters_take_turns_in_the_places_of_all_processes(job, uncut, tmp_path):
+    settings = (*STAGES, EVALUATED, "train.resident=1")
+    left = wait(start(2, 2, "train", str(job), "--out", str(tmp_path / "run"), *settings))
+    assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
+    assert_equal(uncut, read_trained(tmp_path / "run"), TOLERANCE)
+
+
 def test_processes_do_not_change_the_run_and_carry_out_requests(job, uncut, tmp_path):
     """The adapter that joins has a reference, which all compute while the others train."""
     run = tmp_path / "run"

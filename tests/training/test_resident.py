@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import small_jobs
 from more_cases import nightly
-from watched_runs import asks, crash_after, losses_of, weights_of
+from watched_runs import asks, crash_after, losses_of, statuses, weights_of
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.stack import stack_of
@@ -34,11 +34,11 @@ def folder(tmp_path_factory):
 def job(folder, tiny_base):
     """job(**train) → the configuration of twelve adapters of two ranks, with dropout and ends of their own."""
 
-    def job(names=NAMES, odd=None, **train):
+    def job(names=NAMES, odd=None, held=NAMES[:2], more=None, **train):
         adapters = [
             {
                 "name": name,
-                "data": {"train": f"{name}.jsonl"} | ({"eval": "held.jsonl"} if name in NAMES[:2] else {}),
+                "data": {"train": f"{name}.jsonl"} | ({"eval": "held.jsonl"} if name in held else {}),
                 "lora": {"rank": 4 - 2 * (NAMES.index(name) % 3 > 0), "dropout": 0.1, "targets": ["q_proj"]},
                 "seed": NAMES.index(name),
             }
@@ -47,7 +47,7 @@ def job(folder, tiny_base):
         ]
         batch = {"capacity_tokens": 32, "tile_tokens": 16, "global_samples": 2}
         sections = {"batch": batch, "data": {"max_length": 32}, "save": {"every_steps": 3, "keep": 30}}
-        optim = {"lr": 0.02, "schedule": "constant", "warmup": 0.0}
+        optim, sections = {"lr": 0.02, "schedule": "constant", "warmup": 0.0}, sections | (more or {})
         return load_config(
             small_jobs.write_job(
                 folder, tiny_base, adapters, train={"plan_seconds": 0.01, **train}, optim=optim, **sections
@@ -113,6 +113,27 @@ def test_a_killed_run_resumes_bitwise(saved, turned, job, tmp_path):
         train(job(resident=PLACES), run, listeners=[asking, crash_after("saved", saved)])
     assert resume(run, listeners=[asking]).exit_code == 0
     assert_bitwise(run, turned[0])
+
+
+@pytest.mark.nightly  # the plan of a halving is tested with the scheduler, and places of a mesh as those of one device
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"halving": {"first_step": 1, "factor": 2}},
+        {"mesh": {"stages": 2}},
+        {"mesh": {"data": 2}},
+        {"mesh": {"stages": 2, "fsdp": 2}, "halving": {"first_step": 1, "factor": 2}},
+        {"mesh": {"tensor": 2}},
+    ],
+    ids=str,
+)
+def test_places_change_nothing_elsewhere(more, job, tmp_path, monkeypatch):
+    held = NAMES if "halving" in more else ()
+    result = train(job(resident=PLACES, held=held, more=more), tmp_path / "turned")
+    monkeypatch.setattr(turns, "residents", lambda config: PLACES)
+    other = train(job(held=held, more=more), tmp_path / "run")
+    assert statuses(result) == statuses(other)
+    assert_bitwise(tmp_path / "turned", tmp_path / "run")
 
 
 @pytest.mark.nightly  # compiles another run; places of a job equal those of an adapter alone elsewhere

@@ -8,13 +8,13 @@ import random
 import numpy as np
 import pytest
 import small_jobs
-from watched_runs import asks, losses_of, weights_of
+from watched_runs import asks, crash_after, losses_of, weights_of
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.training import resume, train
 
-COUNT, JOINED, PLACES, DRAWN = 96, 16, 8, 4
+COUNT, JOINED, PLACES, DRAWN = 1024, 48, 32, 20
 pytestmark = pytest.mark.nightly  # trains a thousand adapters, twice
 
 
@@ -65,18 +65,6 @@ def requests_of(first, second):
     return [*joins, *ends], {whom for *_, whom, _ in ends}
 
 
-def dies_at(number):
-    """A listener that ends the process' work at an event of this number."""
-    seen = []
-
-    def listen(event):
-        seen.append(event)
-        if len(seen) == number:
-            raise KeyboardInterrupt
-
-    return listen
-
-
 @pytest.fixture(scope="module")
 def runs(job, tmp_path_factory):
     """A run, and another that is killed again and again; and who was ended early."""
@@ -86,10 +74,10 @@ def runs(job, tmp_path_factory):
     killed = folder / "killed"
     asking = asks(killed, *requests)
     with pytest.raises(KeyboardInterrupt):
-        train(job[0], killed, listeners=[asking, dies_at(draw.randint(200, 900))])
+        train(job[0], killed, listeners=[asking, crash_after("step", draw.randint(COUNT // 8, COUNT // 2))])
     for _ in range(4):
         try:
-            resume(killed, listeners=[asking, dies_at(draw.randint(200, 900))])
+            resume(killed, listeners=[asking, crash_after("step", draw.randint(COUNT // 8, COUNT // 2))])
         except KeyboardInterrupt:
             continue
         break
