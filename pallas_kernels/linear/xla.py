@@ -24,6 +24,8 @@ from pallas_kernels.frozen_weight import frozen_product, frozen_product_transpos
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import per_tile, row_adapter, select_tiles, sum_tiles
 
+FEW = 1 << 14  # numbers that tiles gather at once: a loop over parts of them gains nothing
+
 
 def unsupported_reason(static: Static, ops: Operands) -> str | None:
     """Says why a call cannot be served; None: it can."""
@@ -147,15 +149,25 @@ def _with_bank(
     if parts == 1:
         return _contract(spec, values, per_tile(bank, ops.tile_adapter), dtype)
 
-    def product(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _contract(spec.replace("i", ""), tile[0], per_tile(bank, tile[1]), dtype)
+    def product(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _contract(spec, part[0], per_tile(bank, part[1]), dtype)
 
-    return lax.map(product, (values, ops.tile_adapter), batch_size=-(-len(values) // parts))
+    # Each part has tiles from all over the rows, so that rows that devices share stay where they are.
+    split = (
+        jnp.moveaxis(of_tiles.reshape((-1, parts, *of_tiles.shape[1:])), 1, 0)
+        for of_tiles in (values, ops.tile_adapter)
+    )
+    results = jnp.moveaxis(lax.map(product, tuple(split)), 0, 1)
+    return results.reshape((-1, *results.shape[2:]))
 
 
 def _parts(static: Static, ops: Operands) -> int:
-    """In how many parts the tiles gather from banks, so that what they gather is as large as the rows."""
-    return -(-max(a.shape[-1] for a in ops.as_ if a is not None) // static.tile)
+    """In how many equal parts the tiles gather from banks, so that what they gather is at most as large as the rows."""
+    tiles, rank = ops.tile_adapter.shape[0], max(a.shape[-1] for a in ops.as_ if a is not None)
+    if not isinstance(tiles, int) or tiles * rank * ops.x.shape[1] <= FEW:
+        return 1
+    fewest = -(-rank // static.tile)
+    return next((parts for parts in range(fewest, tiles) if tiles % parts == 0), max(tiles, 1))
 
 
 def _of_tiles(static: Static, ops: Operands, values_A: jax.Array) -> jax.Array:
