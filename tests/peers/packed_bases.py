@@ -1,4 +1,4 @@
-"""Writes a Qwen3-MoE base in FP8 blocks and the logits of transformers, which widens it: FOLDER. See test_packed_bases.py."""
+"""Writes a Qwen3-MoE base in FP8 blocks, and the logits of transformers, which widens it, into FOLDER."""
 
 import sys
 from pathlib import Path
@@ -12,8 +12,8 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 folder = Path(sys.argv[1])
 config = Qwen3MoeConfig(
-    vocab_size=64, hidden_size=256, intermediate_size=256, moe_intermediate_size=384, num_hidden_layers=2, num_experts=4,
-    num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, initializer_range=0.2,
+    vocab_size=64, hidden_size=256, intermediate_size=256, moe_intermediate_size=384, num_hidden_layers=2,
+    num_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, initializer_range=0.2,
     decoder_sparse_step=1, norm_topk_prob=True,
 )  # fmt: skip
 torch.manual_seed(0)
