@@ -13,8 +13,8 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 folder = Path(sys.argv[1])
 config = Qwen3MoeConfig(
     vocab_size=64, hidden_size=256, intermediate_size=256, moe_intermediate_size=384, num_hidden_layers=2,
-    num_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, initializer_range=0.2,
-    decoder_sparse_step=1, norm_topk_prob=True,
+    num_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+    initializer_range=0.2, decoder_sparse_step=1, norm_topk_prob=True,
 )  # fmt: skip
 torch.manual_seed(0)
 AutoModelForCausalLM.from_config(config).save_pretrained(folder)
