@@ -52,7 +52,7 @@ CHECKS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "cli/test_report_command.py::test_page_of_a_finished_run",
             "cli/test_report_command.py::test_a_sweep_of_sixteen_stays_small_and_tells_its_adapters_apart",
-            "cli/test_report_command.py::test_the_page_of_a_sweep_fits_its_window",
+            "cli/test_report_command.py::test_pages_with_charts_fit_their_window_and_answer_a_touch",
             "cli/test_report_command.py::test_watch_ends_with_the_run",
         ),
     ),

@@ -209,6 +209,9 @@ class QuickSession:
     def holds(self, names: Collection[str]) -> bool:
         return True
 
+    def send_ahead(self, uses: Any, slot: int) -> None:
+        del uses, slot  # all are in places
+
     def start_all(self, weights: Mapping[int, Any]) -> None:
         self._start(self._config)
 
