@@ -67,13 +67,18 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def touch(self, selector: str) -> str:
-        """Puts a finger on the middle of an element; returns the note that is shown then."""
+        """Moves a finger along lines through an element; returns the first note that is shown."""
         script = f"""(() => {{
           const target = document.querySelector({selector!r}), box = target.getBoundingClientRect();
-          const at = {{clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true}};
-          target.dispatchEvent(new PointerEvent("pointerdown", {{...at, pointerType: "touch"}}));
-          const notes = [...document.querySelectorAll("body > [role=status]")];
-          return notes.filter(note => note.style.display === "block").at(-1)?.textContent ?? "";
+          for (const y of [0.5, 0.25, 0.75])
+            for (let x = 0.05; x < 1; x += 0.05) {{
+              const at = {{clientX: box.left + box.width * x, clientY: box.top + box.height * y, bubbles: true}};
+              target.dispatchEvent(new PointerEvent("pointerdown", {{...at, pointerType: "touch"}}));
+              const notes = [...document.querySelectorAll("body > [role=status]")];
+              const text = notes.filter(note => note.style.display === "block").at(-1)?.textContent;
+              if (text) return text;
+            }}
+          return "";
         }})()"""
         return self.value(script)
 

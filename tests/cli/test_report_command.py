@@ -101,7 +101,7 @@ def test_a_sweep_of_sixteen_stays_small_and_tells_its_adapters_apart(sweep):
 
 @pytest.fixture(scope="module")
 def pages(finished, sweep, tmp_path_factory):
-    """Pages with charts, and what the middle of each chart tells."""
+    """Pages with charts, and what each chart tells where it is touched."""
     folder = tmp_path_factory.mktemp("pages")
     assert run(["timeline", str(finished[1]), "-o", str(folder / "timeline.html")]) == 0
     options = ["--gpus", "16", "--policy", "ours", "fifo", "--out", str(folder / "replay.html")]
