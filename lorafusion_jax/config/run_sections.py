@@ -311,13 +311,17 @@ class ReportSettings(Section):
     trackio: Text | None = Field(default=None, description="project: a run per adapter, in a group")
 
 
-def _check_server(url: str) -> str:
+def is_server_url(url: str) -> bool:
+    """Whether a text is the URL of an HTTP server."""
     try:
         parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
-        valid = False
-    if not valid:
+        return False
+
+
+def _check_server(url: str) -> str:
+    if not is_server_url(url):
         raise ValueError(f"the URL of a server, such as http://127.0.0.1:8000, not {shortened(url)}")
     return url
 

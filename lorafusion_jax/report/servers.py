@@ -340,14 +340,9 @@ def read_key(path: Path | None) -> str | None:
 
 def checked_url(url: str) -> str:
     """The URL of a server, without a path of its routes."""
-    from urllib.parse import urlsplit  # slow to import, and not for --help
+    from lorafusion_jax.config.run_sections import is_server_url  # slow to import, and not for --help
 
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        valid = False
-    if not valid:
+    if not is_server_url(url):
         raise ConfigError("handover.options", f"{url} is no address of a server.", fix="such as http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1")
 
