@@ -187,6 +187,7 @@ class AdapterKind:
         dropout: whether it may have dropout of A's input.
         splits: whether `low_rank` of a part of K or N of all leaves is that part of A or B, so that devices may share a
             projection (`mesh.tensor`).
+        starts_as_base: whether its first values change no bit of an output: A or B is zero, and columns are not scaled.
 
     Example:
         >>> from lorafusion_jax.adapters.lora import LORA
@@ -208,6 +209,7 @@ class AdapterKind:
     peft: Mapping[str, Any] | None = None
     dropout: bool = True
     splits: bool = False
+    starts_as_base: bool = False
 
     @cached_property
     def names(self) -> frozenset[str]:

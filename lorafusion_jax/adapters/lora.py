@@ -31,6 +31,7 @@ LORA = AdapterKind(
     scaled=("lora_b",),
     peft={},
     splits=True,
+    starts_as_base=True,
 )
 
 # y + scale · bias: PEFT adds the bias of its second linear layer to the product before the scale.
@@ -42,6 +43,7 @@ LORA_BIASED = AdapterKind(
     shift=lambda tensors, sizes: sizes.scale * tensors["lora_bias"],
     scaled=("lora_b", "lora_bias"),
     peft={"lora_bias": True},
+    starts_as_base=True,
 )
 
 # LoRA-FA with a plain constant A: B alone is trained. PEFT's optimizer of that name also rescales B's gradient.
@@ -52,4 +54,5 @@ LORA_FA = AdapterKind(
     scaled=("lora_b",),
     peft={},
     splits=True,
+    starts_as_base=True,
 )

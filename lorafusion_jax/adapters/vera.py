@@ -40,6 +40,7 @@ VERA = AdapterKind(
         tensors["vera_b"] * tensors["vera_lambda_b"],
     ),
     scale=1.0,
+    starts_as_base=True,
     peft={
         "peft_type": "VERA",
         "save_projection": True,

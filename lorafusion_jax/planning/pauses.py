@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from lorafusion_jax.config.schema import HalvingSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.families.model import ModelConfig
+from lorafusion_jax.planning.held_out import first_loss_key, size_of_set
 from lorafusion_jax.planning.memory import DEVICE_BYTES, USABLE, memory_problem, stage_memory
 from scheduling import CostModel, Plan
 
@@ -95,12 +96,16 @@ def predicted_pauses(
     Args:
         duration_s: of its slots.
     """
-    every, count, seconds = config.train.eval_every_steps, 0, 0.0
+    every, count, seconds, first_losses = config.train.eval_every_steps, 0, 0.0, set()
+    adapters = {adapter.name: adapter for adapter in config.adapters}
     for name, data in prepared.adapters.items():
         if data.eval is not None:
             times = 1 + evaluations(0, plan.job_of[name].num_batches, every, config.halving)
             count += times
-            seconds += times * _evaluation_s(data.eval.lengths, plan, costs)
+            key = first_loss_key(adapters[name], data.eval)
+            is_known = key is not None and key in first_losses
+            first_losses.add(key)
+            seconds += (times - is_known) * _evaluation_s(config, data.eval.lengths, plan, costs)
     times = saves(plan, config.save.every_steps, config.save.every_minutes, duration_s + seconds)
     return Pauses(
         evaluations=count,
@@ -110,13 +115,12 @@ def predicted_pauses(
     )
 
 
-def _evaluation_s(lengths: Sequence[int] | np.ndarray, plan: Plan, costs: CostModel) -> float:
-    """Forward passes of the held-out samples, filled without loss, through the stages."""
-    lengths = np.asarray(lengths, np.float64)
-    microbatches = max(1, int(np.ceil(lengths.sum() / (plan.capacity_tokens * plan.data_parallel))))
-    squares = np.square(lengths).sum() / (microbatches * plan.data_parallel)
-    forward = [costs.stage(s).forward.seconds(plan.capacity_tokens, squares) for s in range(plan.num_stages)]
-    return sum(forward) + (microbatches - 1) * max(forward)
+def _evaluation_s(config: JobConfig, lengths: np.ndarray, plan: Plan, costs: CostModel) -> float:
+    """Forward passes of the held-out samples through the stages."""
+    size, count = size_of_set(lengths, config.batch, config.mesh)
+    squares = np.square(lengths.astype(np.float64)).sum() / (count * plan.data_parallel)
+    forward = [costs.stage(s).forward.seconds(size, squares) for s in range(plan.num_stages)]
+    return sum(forward) + (count - 1) * max(forward)
 
 
 def _refill_s(plan: Plan, costs: CostModel) -> float:

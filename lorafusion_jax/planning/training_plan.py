@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.planning.turns import turns
@@ -36,20 +34,6 @@ def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
         seed=0,
         time_limit_s=config.train.plan_seconds,
         **turns(config, jobs),
-    )
-
-
-def plan_of_set(config: JobConfig, name: str, lengths: np.ndarray) -> Plan:
-    """Packs a set of an adapter alone into the largest microbatches, for a forward pass over all of it."""
-    tokens = lengths.tolist()
-    return make_plan(
-        [AdapterJob(name=name, sample_tokens=tokens, global_batch=len(tokens))],
-        capacity_tokens=config.batch.largest,
-        num_stages=1,
-        data_parallel=config.mesh.replicas,
-        tile_tokens=config.batch.tile_tokens,
-        time_limit_s=0,  # no search
-        seed=0,
     )
 
 

@@ -251,7 +251,7 @@ def create_handles(cards: Sequence[Any]) -> None:
 
 
 def requests_of(
-    config: JobConfig, stages: Mapping[int, Stage], rows: Sequence[Microbatch], held_out: Microbatch | None
+    config: JobConfig, stages: Mapping[int, Stage], rows: Sequence[Microbatch], held_out: Sequence[Microbatch]
 ) -> list[Request]:
     """Describes the programs of the layers of stages.
 
@@ -262,7 +262,7 @@ def requests_of(
     _, card = pool_and_card()
     for number, stage in stages.items():
         for program in PROGRAMS:
-            batches = rows if program != "evaluate" else [] if held_out is None else [held_out]
+            batches = rows if program != "evaluate" else held_out
             alone = stage.parts.model.crossing is None and all(batch.balance is None for batch in batches)
             if batches and alone:  # otherwise more than activations goes through the layers
                 requests.append(

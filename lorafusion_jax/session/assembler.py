@@ -26,7 +26,7 @@ from lorafusion_jax.data.sample_table import State, TableShape
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen
-from lorafusion_jax.planning.training_plan import plan_of_set
+from lorafusion_jax.planning.held_out import pack_set
 from lorafusion_jax.session.task import Task
 from scheduling import SampleRef
 from scheduling.types import Limits
@@ -170,13 +170,16 @@ class Assembler:
         )
 
 
-def pack_set(config: JobConfig, name: str, samples: TokenizedSet, most_samples: int | None = None) -> list[Replicas]:
+def refs_of_set(
+    config: JobConfig, name: str, samples: TokenizedSet, capacity_tokens: int, most_samples: int | None = None
+) -> list[Replicas]:
     """Packs a set of an adapter alone, for a pass over all of it.
 
     Args:
         most_samples: in a microbatch (None: as many as fit).
     """
-    slots = [slot.replicas for slot in plan_of_set(config, name, samples.lengths).slots]
+    packing = pack_set(samples.lengths, capacity_tokens, config.batch, config.mesh)
+    slots = [[[SampleRef(name, 0, 0, sample) for sample in part] for part in replicas] for replicas in packing]
     if most_samples is None:
         return [*slots]
     return [

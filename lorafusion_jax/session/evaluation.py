@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -15,7 +15,8 @@ from lorafusion_jax.data.references import EVAL, TRAIN
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.objective.batch import finished_metrics, metric_names
 from lorafusion_jax.objective.protocol import Chosen
-from lorafusion_jax.session.assembler import Replicas, Shape, pack_set, teacher_state
+from lorafusion_jax.planning.held_out import size_of_set
+from lorafusion_jax.session.assembler import Replicas, Shape, refs_of_set, teacher_state
 from lorafusion_jax.session.batches import places, reserved_segments
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.move import to_local
@@ -74,34 +75,45 @@ def evaluate(
 
 
 class HeldOut:
-    """The held-out sets of a job's adapters, packed alone, in microbatches of one shape: one program evaluates all.
+    """The held-out sets of a job's adapters, packed alone, each in microbatches of the size that suits it.
+
+    A program for each size evaluates all sets that have it.
 
     Attributes:
-        sets_shape: of the microbatches.
+        shapes: of the microbatches, by their tokens.
     """
 
     def __init__(self, config: JobConfig, tasks: Mapping[str, Task]):
         held_out = {name: task.source.sets.get(EVAL) for name, task in tasks.items()}
         sets = {name: samples for name, samples in held_out.items() if samples is not None}
-        self._slots = {name: pack_set(config, name, samples) for name, samples in sets.items()}
-        parts = [[name] * len(part) for name, slots in self._slots.items() for replicas in slots for part in replicas]
         data = {name: task.source.sets[TRAIN] for name, task in tasks.items()} | sets
-        segments, table = places(config, data, parts)
-        largest = config.batch.largest
-        self.sets_shape = Shape(
-            capacity_tokens=largest,
-            segments=max(segments, reserved_segments(config, largest)),
-            adapters=1,
-            table=table,
-            state=teacher_state(config),
-        )
+        parts: dict[int, list[list[str]]] = {}
+        self._slots: dict[str, tuple[int, list[Replicas]]] = {}
+        for name, samples in sets.items():
+            size = size_of_set(samples.lengths, config.batch, config.mesh).tokens
+            slots = refs_of_set(config, name, samples, size)
+            self._slots[name] = size, slots
+            parts.setdefault(size, []).extend([name] * len(part) for replicas in slots for part in replicas)
+        self.shapes = {size: _shape(config, data, size, of_size) for size, of_size in sorted(parts.items())}
 
     @property
-    def evaluates(self) -> bool:
-        """Whether an adapter has a set."""
-        return bool(self._slots)
+    def set_shapes(self) -> list[Shape]:
+        """Of what compiles at the start."""
+        return list(self.shapes.values())
 
-    def pack(self, task: Task, samples: TokenizedSet) -> list[Replicas]:
+    def pack_held_out(self, task: Task, samples: TokenizedSet) -> tuple[Shape, list[Replicas]]:
         """Returns the set of a task, packed."""
         del samples  # unused
-        return self._slots[task.name]
+        size, slots = self._slots[task.name]
+        return self.shapes[size], slots
+
+
+def _shape(config: JobConfig, data: Mapping[str, TokenizedSet], tokens: int, parts: Sequence[Sequence[str]]) -> Shape:
+    segments, table = places(config, data, parts)
+    return Shape(
+        capacity_tokens=tokens,
+        segments=max(segments, reserved_segments(config, tokens)),
+        adapters=1,
+        table=table,
+        state=teacher_state(config),
+    )

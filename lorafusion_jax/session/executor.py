@@ -156,7 +156,7 @@ class Executor:
     def warm_up(
         self,
         rows: Sequence[Microbatch],
-        held_out: Microbatch | None = None,
+        held_out: Sequence[Microbatch] = (),
         on_progress: Callable[[Sequence[str]], None] = lambda left: None,
         ahead: Ahead | None = None,
     ) -> dict[str, tuple[float, float]]:
@@ -177,7 +177,7 @@ class Executor:
             self.local_stages,
             len(self.stages),
             list(map(self.describe, rows)),
-            None if held_out is None else self.describe(held_out),
+            list(map(self.describe, held_out)),
             in_turn=self._ordered,
             blaming=self.blaming,
             on_progress=on_progress,

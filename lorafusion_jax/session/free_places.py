@@ -11,7 +11,8 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.assemble import Microbatch, num_segments
 from lorafusion_jax.data.sample_table import State, table_shape
 from lorafusion_jax.data.tokenized_set import TokenizedSet
-from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, pack_set
+from lorafusion_jax.planning.held_out import size_of_set
+from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, refs_of_set
 from lorafusion_jax.session.task import Task
 from scheduling import Slot
 from scheduling.window import Tail
@@ -27,8 +28,6 @@ class FreePlaces:
     Attributes:
         shape: of the largest microbatches.
     """
-
-    evaluates = True  # whatever starts may have held-out samples
 
     def __init__(self, config: JobConfig, places: Places, tail: Tail, targets: int):
         self._config, self.places, self.tail = config, places, tail
@@ -77,7 +76,20 @@ class FreePlaces:
         shape = self.shape.of_capacity(slot.capacity_tokens or self.shape.capacity_tokens)
         return assembler.slot(shape, slot.replicas, tasks)
 
+    @property
+    def set_shapes(self) -> list[Shape]:
+        """Of what compiles at the start. A smaller microbatch compiles with the first evaluation that has it."""
+        return [self.sets_shape]
+
     def pack(self, task: Task, samples: TokenizedSet) -> list[Replicas]:
-        """Packs a set of a task, for a pass over all of it."""
-        most_samples = (self.shape.segments - 1) // task.chosen.num_segments
-        return pack_set(self._config, task.name, samples, most_samples)
+        """Packs a set of a task into the largest microbatches, for a pass over all of it."""
+        return refs_of_set(self._config, task.name, samples, self._config.batch.largest, self._most_samples(task))
+
+    def pack_held_out(self, task: Task, samples: TokenizedSet) -> tuple[Shape, list[Replicas]]:
+        """Packs the held-out set of a task."""
+        config, most = self._config, self._most_samples(task)
+        size = size_of_set(samples.lengths, config.batch, config.mesh, most).tokens
+        return self.sets_shape.of_capacity(size), refs_of_set(config, task.name, samples, size, most)
+
+    def _most_samples(self, task: Task) -> int:
+        return (self.shape.segments - 1) // task.chosen.num_segments

@@ -224,7 +224,7 @@ class OpenSession:
             RunError: a stage failed.
         """
         ahead = Ahead() if ahead is None else ahead
-        held_out = self.assembler.padding(self._sets.sets_shape) if rows and self._sets.evaluates else None
+        held_out = [self.assembler.padding(shape) for shape in self._sets.set_shapes] if rows else []
         times = load_and_compile(self.config, self.executor, self.reading, rows, held_out, ahead, on_progress)
         self._start_from_base()
         return times

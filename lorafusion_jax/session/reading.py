@@ -26,14 +26,14 @@ def load_and_compile(
     executor: Executor,
     reading: Reading,
     rows: Sequence[Microbatch],
-    held_out: Microbatch | None,
+    held_out: Sequence[Microbatch],
     ahead: Ahead,
     on_progress: Callable[[str], None],
 ) -> dict[str, Times]:
     """Waits for the base model and compiles meanwhile; see `Session.finish_loading`.
 
     Args:
-        held_out: a microbatch of padding of an evaluation (None: no adapter is evaluated).
+        held_out: a microbatch of padding of each size of an evaluation; none: no adapter is evaluated.
     """
     base, total = f"reading {count(reading.num_bytes)}B", 0
 

@@ -32,7 +32,7 @@ from lorafusion_jax.objective.protocol import DIVERGENCE
 from lorafusion_jax.peft.folder import Arrays, read_described
 from lorafusion_jax.peft.leaves import HEAD
 from lorafusion_jax.report.format import count
-from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, pack_set, teacher_state
+from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, refs_of_set, teacher_state
 from lorafusion_jax.session.base import stages_for
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.executor import Executor
@@ -87,7 +87,7 @@ class SetPass:
             reference: the other fields.
         """
         (adapter,) = config.adapters
-        slots = pack_set(config, adapter.name, samples)
+        slots = refs_of_set(config, adapter.name, samples, config.batch.largest)
         width = 1 if samples.segment_lengths is None else samples.segment_lengths.shape[1]
         most = max(len(part) for replicas in slots for part in replicas) * width
         shape = Shape(capacity_tokens=config.batch.largest, segments=num_segments(most), adapters=1)
@@ -355,7 +355,7 @@ def pass_over_batch(
         adapter=name,
         key="batch",
         samples=samples,
-        slots=pack_set(config, name, samples),
+        slots=refs_of_set(config, name, samples, config.batch.largest),
         shape=Shape(capacity_tokens=config.batch.largest, segments=most, adapters=1),
         tile_tokens=config.batch.tile_tokens,
         stages=stages,

@@ -498,8 +498,7 @@ class Session(OpenSession):
         samples = task.source.sets.get(EVAL)
         if samples is None:
             return None
-        sets = self._sets
-        rows = self.assembler.held_out(sets.sets_shape, sets.pack(task, samples), name, samples, task.chosen)
+        rows = self.assembler.held_out(*self._sets.pack_held_out(task, samples), name, samples, task.chosen)
         return evaluate(self.executor, self.index[name], task, samples, rows)
 
     def compute_references(

@@ -22,14 +22,14 @@ def compile_stages(
     stages: Mapping[int, Stage],
     num_stages: int,
     rows: Sequence[Microbatch],
-    held_out: Microbatch | None,
+    held_out: Sequence[Microbatch],
     *,
     in_turn: bool,
     blaming: Blaming,
     on_progress: Progress,
     ahead: Ahead,
 ) -> dict[str, tuple[float, float]]:
-    """Runs an empty microbatch of each capacity, every kind of step, and an evaluation on each stage.
+    """Runs an empty microbatch of each capacity, every kind of step, and an evaluation of each size on each stage.
 
     A microbatch without samples adds zero to every sum, and steps run on copies, so nothing changes.
 
@@ -45,7 +45,7 @@ def compile_stages(
     work: dict[str, tuple[int, Callable[[], None]]] = {}
     for index, stage in stages.items():
         work[f"stage {index}"] = index, partial(_run_training, stage, num_stages, rows, partial(ahead.wait, index))
-        if held_out is not None:
+        if held_out:
             evaluate = partial(_run_evaluation, stage, held_out, partial(ahead.wait, index))
             work[f"evaluation of stage {index}"] = index, evaluate
     times: dict[str, tuple[float, float]] = {}
@@ -68,9 +68,10 @@ def _run_training(stage: Stage, num_stages: int, rows: Sequence[Microbatch], wai
     compile_steps(stage, num_stages)
 
 
-def _run_evaluation(stage: Stage, rows: Microbatch, wait_for: Callable[..., None]) -> None:
+def _run_evaluation(stage: Stage, rows: Sequence[Microbatch], wait_for: Callable[..., None]) -> None:
     wait_for("evaluate")
-    try_evaluation(stage, to_stage(rows, stage.mesh))
+    for microbatch in rows:
+        try_evaluation(stage, to_stage(microbatch, stage.mesh))
 
 
 def _time_work(work: Callable[[], None]) -> tuple[float, float]:
