@@ -244,7 +244,7 @@ def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]
     rates, ranks, batches = (["1e-4", "2e-4", "4e-4", "8e-4"], [4, 8, 16, 32], [1, 4, 8, 16])
     if options.small:
         rates, ranks, batches = rates[:2], [2], [4, 8]
-    rows, tokens = (32, 16) if options.small else (32, 540)
+    rows, tokens = (32, 16) if options.small else (32, 270)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         base, vocab = _base(folder, options.small), (SMALL if options.small else SHAPE)["vocab_size"]
@@ -274,12 +274,18 @@ def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]
 
 
 def _search_run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    predicted = (
+        lf.plan(_written(job, folder)).numbers.get("predicted") or {}
+    )  # without stops: an upper bound where points are halved
+    seconds = {key: predicted.get(key) for key in ("seconds", "evaluation_s", "evaluations")}
+    print(f"{folder.name}: predicted {seconds}, without start-up", flush=True)
     began = time.perf_counter()
     run = _train(job, folder, progress=True)  # long enough to look at
     finished = next(row for row in read_rows(run.folder / "events.jsonl") if row["kind"] == "finished")
     steps = [row["time"] for row in read_rows(run.folder / "metrics.jsonl") if row["kind"] == "step"]
     plan = RunFolder(run.folder).read_plan()
     return {
+        "predicted": seconds,
         "seconds": round(time.perf_counter() - began, 1),
         "from_first_step_s": round(max(steps) - min(steps), 1),
         "training_s": finished["seconds"],
@@ -290,11 +296,15 @@ def _search_run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _train(job: dict[str, Any], folder: Path, *, progress: bool = False) -> lf.Run:
-    path = folder.parent / "job.yaml"
-    path.write_text(json.dumps(job))  # JSON is YAML
-    run = lf.train(lf.load_job(path), folder, progress=progress)
+    run = lf.train(lf.load_job(_written(job, folder)), folder, progress=progress)
     gc.collect()  # the next run needs the memory
     return run
+
+
+def _written(job: dict[str, Any], folder: Path) -> Path:
+    path = folder.parent / "job.yaml"
+    path.write_text(json.dumps(job))  # JSON is YAML
+    return path
 
 
 def _base(folder: Path, small: bool) -> Path:
