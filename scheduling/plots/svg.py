@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from scheduling.spans import Pause, Span
 from scheduling.timeline import Timeline
 
 ROW, GAP, LEFT, TOP, HOST = 34, 8, 64, 30, 14
+MOST_NAMED = 12  # adapters of the legend; the bars name all of theirs
 
 
 def timeline_svg(
@@ -21,6 +22,7 @@ def timeline_svg(
     end_s: float | None = None,
     compare: Timeline | None = None,
     colors: Mapping[str, str] | None = None,
+    named: Collection[str] = (),
 ) -> str:
     """Draws stages as rows and time from left to right: forward pale, backward full, update dark, host grey.
 
@@ -30,14 +32,18 @@ def timeline_svg(
         start_s: left edge, in seconds from the first forward (None: the first forward). With `end_s`, a part of a run.
         compare: a second timeline, under the first on the same time scale.
         colors: adapter → colour, for a page that draws the adapters elsewhere, too (None: by first appearance).
+        named: adapters that a legend of more than `MOST_NAMED` has first, where they are drawn.
     """
     charts = [timeline] if compare is None else [timeline, compare]
     start = 0.0 if start_s is None else start_s
     end = max(chart.duration_s for chart in charts) if end_s is None else end_s
     window = _Window(start, end, (width - LEFT - 10) / max(end - start, 1e-12))
-    colors = adapter_colors(*charts) | dict(colors or {})
+    drawn = adapter_colors(*charts)
+    colors = drawn | dict(colors or {})
+    legend = [name for name in colors if name in drawn]
+    legend.sort(key=lambda name: name not in named)  # otherwise in their order
     bottom = sum(map(_height, charts))
-    height = bottom + 24 + 20 * (1 + len(colors) // 6)
+    height = bottom + 24 + 20 * (1 + min(len(legend), MOST_NAMED + 1) // 6)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         ' font-family="system-ui, sans-serif" font-size="12">',
@@ -48,7 +54,7 @@ def timeline_svg(
         parts += _drawing(chart, window, colors, top, width)
         top += _height(chart)
     parts += _axis(start, end, width, bottom + 6)
-    parts += _legend(colors, bottom + 34)
+    parts += _legend(legend, colors, bottom + 34)
     return "\n".join([*parts, "</svg>"])
 
 
@@ -127,10 +133,13 @@ def _axis(start: float, end: float, width: int, y: float) -> list[str]:
     return marks
 
 
-def _legend(colors: dict[str, str], y: float) -> list[str]:
+def _legend(names: Sequence[str], colors: Mapping[str, str], y: float) -> list[str]:
     parts: list[str] = []
-    for index, (name, color) in enumerate(colors.items()):
+    for index, name in enumerate(names[:MOST_NAMED]):
         x, row = LEFT + index % 6 * 170, y + index // 6 * 20
-        parts.append(f'<rect x="{x}" y="{row - 10}" width="12" height="12" fill="{color}"/>')
+        parts.append(f'<rect x="{x}" y="{row - 10}" width="12" height="12" fill="{colors[name]}"/>')
         parts.append(f'<text x="{x + 17}" y="{row}" fill="#222">{escape(name[:22])}</text>')
+    if len(names) > MOST_NAMED:
+        row = y + MOST_NAMED // 6 * 20
+        parts.append(f'<text x="{LEFT}" y="{row}" fill="#222">and {len(names) - MOST_NAMED} more adapters</text>')
     return parts

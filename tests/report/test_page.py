@@ -12,9 +12,12 @@ import pytest
 from lorafusion_jax.report import page
 from lorafusion_jax.report.page.build import _crowd
 from lorafusion_jax.report.page.collect import read_curves, thin
+from lorafusion_jax.report.page.rankings import best_shown, rank_adapters
 from lorafusion_jax.report.ranking import Measure
 from lorafusion_jax.report.recorder import encode_row
 from scheduling.plots import svg
+
+LOSS = Measure()
 
 
 def write_metrics(folder, rows):
@@ -64,6 +67,26 @@ def test_a_long_curve_keeps_its_mean_and_its_end(count):
     assert json.dumps(drawn)
 
 
+def test_a_ranking_has_all_that_can_be_compared_the_best_first():
+    def point(name, best, status="done", held_out="one file", lr=1e-3, measure=LOSS):
+        settings = {"optim.lr": lr, "lora.rank": 4, "seed": len(name)}
+        row = {"label": name, "best": best and (3, best), "status": status, "settings": settings}
+        return row | {"compared": (held_out, measure)}
+
+    points = [
+        point("law", 2.0), point("worse", 2.5, lr=1e-2), point("best", 1.5), point("broken", 1.0, status="failed"),
+        point("new", None), point("other", 1.0, held_out="another"), point("no set", None, held_out=None),
+        point("first", 0.5, held_out="x", measure=Measure("eval_reward", rises=True)),
+        point("second", 0.25, held_out="x", measure=Measure("eval_reward", rises=True)),
+    ]  # fmt: skip
+    losses, rewards = rank_adapters(points)
+    assert losses["labels"] == ["best", "law", "worse", "broken", "new"]
+    assert (losses["placed"], losses["swept"], losses["measure"]) == (3, ["optim.lr"], "held-out loss")
+    assert rewards["labels"] == ["first", "second"]
+    assert [row["label"] for row in points if row.get("is_best")] == ["best", "first"]
+    assert best_shown([losses, rewards]) == ["best", "first", "law", "second", "worse"]
+
+
 def test_the_timeline_has_no_colour_of_its_own_for_paper_or_ink():
     """All but the colours of adapters follow the page into the dark."""
     rules = (Path(page.__file__).parent / "report.css").read_text()
@@ -82,6 +105,6 @@ def test_of_a_thousand_adapters_the_page_shows_quantiles_and_the_worst():
     adapters[3] |= {"status": "failed"}
     adapters[5] |= {"after": 2000.0}
     crowd = _crowd(adapters)
-    assert crowd["worst"] == ["a3", "a5", *(f"a{number}" for number in range(999, 981, -1))]
+    assert crowd["shown"] == ["a3", "a5", *(f"a{number}" for number in range(999, 981, -1))]
     assert "median 499.5, 10 % 99.9, 90 % 899.1, from 0 to 999" in crowd["lines"][1]
     assert _crowd(adapters[:40]) is None

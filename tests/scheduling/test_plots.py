@@ -66,6 +66,18 @@ def test_svg_is_well_formed(timeline):
     assert len(groups) == sum(span.kind != "update" for span in timeline.spans)
 
 
+def test_the_legend_names_a_dozen_drawn_adapters_and_how_many_more():
+    names = [f"point-{number}" for number in range(40)]
+    spans = tuple(Span("forward", 0, slot, float(slot), slot + 1.0) for slot in range(40))
+    timeline = Timeline(spans=spans, num_stages=1, slot_adapters={slot: (name,) for slot, name in enumerate(names)})
+    elsewhere = dict.fromkeys([f"point-{number}" for number in range(1000)], "#0072b2")
+    root = ElementTree.fromstring(timeline_svg(timeline, colors=elsewhere, named={"point-33", "point-900"}))
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    legend = texts[-13:]
+    assert legend == ["point-33", *names[:11], "and 28 more adapters"]
+    assert int(root.attrib["height"]) < 200
+
+
 def test_svg_of_a_part_has_fewer_bars(timeline):
     part = timeline_svg(timeline, start_s=0.0, end_s=timeline.duration_s / 4)
     assert 0 < part.count("<g>") < timeline_svg(timeline).count("<g>")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -26,6 +26,7 @@ from lorafusion_jax.report.page.collect import (
     thin,
     tokens_trained,
 )
+from lorafusion_jax.report.page.rankings import best_shown, rank_adapters
 from lorafusion_jax.report.ranking import Measure, measures_of
 from scheduling import Timeline
 from scheduling.plots.colors import colors_of
@@ -64,15 +65,17 @@ def report_page(runs: Sequence[ReportedRun], *, refresh_s: int | None = None) ->
     color_by_label = colors_of(adapter["label"] for adapter in adapters)
     for adapter in adapters:
         adapter["color"] = color_by_label[adapter["label"]]
-    _mark_best(adapters)
-    data = {"runs": run_rows, "adapters": adapters, "several": len(runs) > 1, "crowd": _crowd(adapters)}
+    rankings = rank_adapters(adapters)
+    crowd = _crowd(adapters, best_shown(rankings))
+    data = {"runs": run_rows, "adapters": adapters, "several": len(runs) > 1, "crowd": crowd, "rankings": rankings}
+    shown = {adapter["label"] for adapter in adapters if adapter.get("is_best")} | set(crowd["shown"] if crowd else ())
     fields = {
         "@TITLE@": escape(" · ".join(names)),
         "@REFRESH@": f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else "",
         "@STYLE@": page.joinpath("report.css").read_text("utf-8"),
         "@SCRIPT@": page.joinpath("report.js").read_text("utf-8"),
         "@TIMELINES@": "".join(
-            _timeline(run.folder, name, {entry["name"]: entry["color"] for entry in adapters if entry["run"] == name})
+            _timeline(run.folder, name, [entry for entry in adapters if entry["run"] == name], shown)
             for run, name in zip(runs, names, strict=True)
         ),
         "@DATA@": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
@@ -103,6 +106,7 @@ def _describe_run(run: ReportedRun, name: str, points: int) -> dict[str, Any]:
             "step": row["step"],
             "steps": row["steps"],
             "reason": row["reason"],
+            "stopped": numbers["early_stops"].get(adapter, ""),
             "objective": config.adapter(adapter).objective.chosen.name,
             "compared": (held_out.get(adapter), measure),
             "before": row["held_out_before"],
@@ -179,23 +183,12 @@ def _limits(folder: Path, speed: Mapping[str, Any], seconds: float | None) -> li
     return [text for _, text in sorted(limits, reverse=True)]
 
 
-def _mark_best(adapters: Sequence[dict[str, Any]]) -> None:
-    """Marks the best of adapters with the same held-out data and measure, such as the members of a sweep.
+def _crowd(adapters: Sequence[dict[str, Any]], best: Sequence[str] = ()) -> dict[str, Any] | None:
+    """What the page says of adapters that are too many for a row each, and which it shows; None for few.
 
-    Adapters that were cancelled or failed are left out, and an adapter that nothing can be compared with.
+    Args:
+        best: those that it shows beside the worst.
     """
-    groups: dict[Any, list[dict[str, Any]]] = {}
-    for adapter in adapters:
-        group_key = adapter.pop("compared")
-        if adapter["best"] is not None and adapter["status"] not in ("failed", "cancelled"):
-            groups.setdefault(group_key, []).append(adapter)
-    for (_, measure), group in groups.items():
-        if len(group) > 1:
-            min(group, key=lambda adapter: measure.sort_key(adapter["best"][1]))["is_best"] = True
-
-
-def _crowd(adapters: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What the page says of adapters that are too many for a row each, and the worst of them; None for few."""
     if len(adapters) <= MOST_LINES:
         return None
 
@@ -204,18 +197,24 @@ def _crowd(adapters: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         return next((loss for loss in losses if loss is not None), float("-inf"))
 
     worst = sorted(adapters, key=lambda adapter: (adapter["status"] != "failed", -result(adapter)))[:LARGEST]
-    lines = [f"{len(adapters)} adapters; the {LARGEST} worst are shown, failed ones first."]
+    the_best = f"the {len(best)} best and " if best else ""
+    lines = [f"{len(adapters)} adapters; {the_best}the {LARGEST} worst are shown, failed ones first."]
     for name, key in (("loss, last 10 % of steps", "train"), ("held-out loss now", "after"), ("tokens", "tokens")):
         if values := [adapter[key] for adapter in adapters if adapter[key] is not None]:
             least, low, median, high, most = np.quantile(values, (0, 0.1, 0.5, 0.9, 1))
             lines.append(
                 f"{name}: median {median:.4g}, 10 % {low:.4g}, 90 % {high:.4g}, from {least:.4g} to {most:.4g}"
             )
-    return {"lines": lines, "worst": [adapter["label"] for adapter in worst]}
+    return {"lines": lines, "shown": list(dict.fromkeys([*best, *(adapter["label"] for adapter in worst)]))}
 
 
-def _timeline(folder: Path, name: str, colors: Mapping[str, str]) -> str:
-    """The newest slots of the last session as a drawing; empty where a run has not ended yet."""
+def _timeline(folder: Path, name: str, adapters: Sequence[Mapping[str, Any]], shown: Collection[str]) -> str:
+    """The newest slots of the last session as a drawing; empty where a run has not ended yet.
+
+    Args:
+        adapters: of the run.
+        shown: labels of those that the page shows where they are many.
+    """
     try:
         timeline: Timeline = read_timeline(folder)
     except LoraFusionError:
@@ -223,6 +222,10 @@ def _timeline(folder: Path, name: str, colors: Mapping[str, str]) -> str:
     slots = sorted({span.slot for span in timeline.spans})[-TIMELINE_SLOTS:]
     if not slots:
         return ""
-    drawing = timeline_svg(timeline.of_slots(range(slots[0], slots[-1] + 1)), colors=colors)
+    drawing = timeline_svg(
+        timeline.of_slots(range(slots[0], slots[-1] + 1)),
+        colors={adapter["name"]: adapter["color"] for adapter in adapters},
+        named={adapter["name"] for adapter in adapters if adapter["label"] in shown},
+    )
     head = f"<h3>{escape(name)}: microbatches {slots[0] + 1} to {slots[-1] + 1}</h3>"
     return f"{head}<div class=timeline>{drawing}</div>"

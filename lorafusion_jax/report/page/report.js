@@ -13,12 +13,13 @@ const tokens = n => n >= 1e6 ? (n / 1e6).toFixed(1) + " M" : n >= 1e3 ? (n / 1e3
 const view = Object.assign({metric: "loss", smooth: 0, log: false, hidden: [], sort: "", down: false}, JSON.parse(decodeURIComponent(location.hash.slice(1)) || "{}"));
 const keep = () => history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(view)));
 
-// Of many adapters the page shows the worst, unless the reader asks for all.
+// Of many adapters the page shows the best and the worst, unless the reader asks for all.
+const adapterOf = new Map(data.adapters.map(a => [a.label, a]));
 if (data.crowd) {
   const button = make("button", {"aria-pressed": Boolean(view.all)}, "show all");
   button.addEventListener("click", () => { view.all = !view.all; keep(); location.reload(); });
   $("crowd").append(make("ul", {class: "limits"}, ...data.crowd.lines.map(text => make("li", {}, text))), button);
-  if (!view.all) data.adapters = data.adapters.filter(a => data.crowd.worst.includes(a.label));
+  if (!view.all) data.adapters = data.crowd.shown.map(label => adapterOf.get(label));
 }
 
 // Runs: figures, and what limits their speed.
@@ -69,6 +70,42 @@ for (const adapter of data.adapters) {
   $("legend").append(button);
 }
 
+// Settings as cells of tables.
+const setting = value => value == null ? "–" : Array.isArray(value) ? value.join(", ") : String(value).replace(/[/_]/g, "$&\u200b");
+
+// Rankings of adapters that can be compared: the first places, and all of them if the reader asks.
+const FIRST_PLACES = 20;
+const isNarrow = matchMedia("(max-width: 600px)").matches;  // a phone shows the results before the rest scrolls
+const why = a => a.reason || a.stopped || (a.status === "done" ? "trained to its end" : a.status);
+function ranking({measure, labels, placed, swept}) {
+  const columns = [
+    ["place", "text", (a, i) => [i < placed ? String(i + 1) : "–"]],
+    ["adapter", "text", a => [make("i", {class: "dot", style: `background:${a.color}`}), a.label]],
+    ...swept.map(key => [key, "text", a => [setting(a.settings[key])]]),
+    [measure, "", a => [a.best ? `${number(a.best[1])} (step ${a.best[0]})` : "–"]],
+    ["stopped at step", "", a => [String(a.step)]],
+    ["why", "text why", a => [why(a)]],
+  ];
+  if (isNarrow) columns.splice(1, 0, ...columns.splice(2 + swept.length, 1));
+  const cells = columns.map(([name, kind]) => make("th", {class: kind}, name));
+  const rows = labels.map((label, i) => {
+    const a = adapterOf.get(label);
+    return make("tr", a.is_best ? {class: "best"} : {}, ...columns.map(([, kind, children]) => make("td", {class: kind}, ...children(a, i))));
+  });
+  const body = make("tbody", {}, ...(view.ranked ? rows : rows.slice(0, FIRST_PLACES)));
+  const block = [make("div", {class: "wide"}, make("table", {}, make("thead", {}, make("tr", {}, ...cells)), body))];
+  if (rows.length > FIRST_PLACES) {
+    const button = make("button", {"aria-pressed": Boolean(view.ranked)}, `all ${rows.length} places`);
+    button.addEventListener("click", () => {
+      view.ranked = !view.ranked; keep();
+      button.setAttribute("aria-pressed", view.ranked); body.replaceChildren(...(view.ranked ? rows : rows.slice(0, FIRST_PLACES)));
+    });
+    block.push(button);
+  }
+  return block;
+}
+if (data.rankings.length) $("rankings").append(make("h2", {}, "Ranking"), ...data.rankings.flatMap(ranking));
+
 // The table: one row per adapter, sorted by a click on a heading.
 const COLUMNS = [
   ["adapter", a => a.label, a => [make("i", {class: "dot", style: `background:${a.color}`}), a.label, ...(a.is_best ? [make("span", {class: "badge"}, "best")] : [])]],
@@ -83,8 +120,7 @@ const COLUMNS = [
   ["device time", a => a.seconds, a => [time(a.seconds)]],
 ];
 const isText = index => ["adapter", "objective", "status"].includes(COLUMNS[index][0]);
-// A phone shows three columns before one scrolls: the results.
-if (matchMedia("(max-width: 600px)").matches) COLUMNS.splice(1, 0, ...COLUMNS.splice(COLUMNS.findIndex(c => c[0] === "held-out now"), 2));
+if (isNarrow) COLUMNS.splice(1, 0, ...COLUMNS.splice(COLUMNS.findIndex(c => c[0] === "held-out now"), 2));
 function table() {
   // Without a chosen column, adapters with the same held-out data stand together, the best first, as they come.
   const index = COLUMNS.findIndex(c => c[0] === view.sort), value = index < 0 ? () => 0 : COLUMNS[index][1];
@@ -120,12 +156,12 @@ for (const [prompt, steps] of prompts) {
   $("texts").append(make("details", {open: ""}, make("summary", {}, prompt), make("div", {class: "wide"}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)))));
 }
 
-// Settings that are not the same for all adapters.
-const keys = [...new Set(data.adapters.flatMap(a => Object.keys(a.settings)))].filter(key => new Set(data.adapters.map(a => JSON.stringify(a.settings[key]))).size > 1);
+// Settings that are not the same for all adapters. Those of a ranking are there.
+const ranked = new Set(data.rankings.flatMap(r => r.labels)), others = data.adapters.filter(a => !ranked.has(a.label));
+const keys = [...new Set(others.flatMap(a => Object.keys(a.settings)))].filter(key => new Set(data.adapters.map(a => JSON.stringify(a.settings[key]))).size > 1);
 if (keys.length) {
-  const text = value => value == null ? "–" : Array.isArray(value) ? value.join(", ") : String(value).replace(/[/_]/g, "$&\u200b");
   const head = make("tr", {}, make("th", {}, "adapter"), ...keys.map(key => make("th", {class: "text"}, key)));
-  const rows = data.adapters.map(a => make("tr", {}, make("td", {}, a.label), ...keys.map(key => make("td", {class: "text"}, text(a.settings[key])))));
+  const rows = others.map(a => make("tr", {}, make("td", {}, a.label), ...keys.map(key => make("td", {class: "text"}, setting(a.settings[key])))));
   $("settings").append(make("h2", {}, "Settings that differ"), make("div", {class: "wide"}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows))));
 }
 if ($("timelines").childElementCount) $("timelines").prepend(make("h2", {}, "Timeline of the last session"));
