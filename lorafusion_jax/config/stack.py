@@ -176,6 +176,22 @@ def without_places(config: JobConfig) -> JobConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"places": {}, "resident": None})})
 
 
+def check_session_train(train: TrainSettings) -> None:
+    """Refuses what only a run has: its plan says when an adapter needs its place, and calls and jobs come unforeseen.
+
+    Raises:
+        ConfigError: `session.train`.
+    """
+    for key, value in (("resident", train.resident), ("places", train.places)):
+        if value:
+            raise ConfigError(
+                "session.train",
+                f"train.{key} is of runs; a service or a training client has no plan by which adapters take turns.",
+                why="adapters there hold their place from start to stop, also with reproducible results",
+                fix="leave it out, and say the number of places: serve --places RANK:NUMBER, training_client(places=…)",
+            )
+
+
 def session_config(
     base: BaseSettings,
     mesh: MeshSettings,
@@ -185,12 +201,17 @@ def session_config(
     train: TrainSettings,
     directory: str,
 ) -> JobConfig:
-    """Returns a job whose adapters fill every place: it has the session's programs and memory."""
+    """Returns a job whose adapters fill every place: it has the session's programs and memory.
+
+    Raises:
+        ConfigError: `session.train`, see `check_session_train`.
+    """
+    check_session_train(train)
     return JobConfig(
         base=base,
         mesh=mesh,
         batch=batch,
-        train=train.model_copy(update={"places": {}, "resident": None}),
+        train=train,
         directory=directory,
         adapters=tuple(_stand_ins(places)),
     )

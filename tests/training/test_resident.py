@@ -8,6 +8,7 @@ import small_jobs
 from more_cases import nightly
 from watched_runs import asks, crash_after, losses_of, statuses, weights_of
 
+from lorafusion_jax.api.training import training_client
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.errors import ConfigError
@@ -166,3 +167,10 @@ def test_who_cannot_take_turns_is_named(odd, job):
         stack_of(config)
     assert any("user-3" in problem.what for problem in layer_problems(config)[1])
     assert stack_of(job(odd={"user-3": odd})).index["user-3"] == 3
+
+
+@pytest.mark.parametrize("setting", [{"resident": 4}, {"places": {16: 2}}])
+def test_live_sessions_refuse_to_let_adapters_take_turns(tiny_base, setting):
+    with pytest.raises(ConfigError, match="is of runs") as refused:
+        training_client({"model": str(tiny_base)}, reproducible=True, train=setting)
+    assert refused.value.code == "session.train"

@@ -83,7 +83,7 @@ function ranking({measure, labels, placed, swept}) {
     ["adapter", "text", a => [make("i", {class: "dot", style: `background:${a.color}`}), a.label]],
     ...swept.map(key => [key, "text", a => [setting(a.settings[key])]]),
     [measure, "", a => [a.best ? `${number(a.best[1])} (step ${a.best[0]})` : "–"]],
-    ["stopped at step", "", a => [String(a.step)]],
+    ["last step", "", a => [String(a.step)]],
     ["why", "text why", a => [why(a)]],
   ];
   if (isNarrow) columns.splice(1, 0, ...columns.splice(2 + swept.length, 1));

@@ -353,12 +353,15 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _sections(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    from lorafusion_jax.config.schema import SHARED
+    from lorafusion_jax.config.schema import SHARED, TrainSettings
+    from lorafusion_jax.config.stack import check_session_train
 
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for key, value in settings.items():
         section, _, name = key.partition(".")
         sections[section][name] = value
     for name, values in sections.items():
-        SHARED[name].model_validate(({"model": "-"} if name == "base" else {}) | values)
+        section = SHARED[name].model_validate(({"model": "-"} if name == "base" else {}) | values)
+        if isinstance(section, TrainSettings):
+            check_session_train(section)
     return sections
