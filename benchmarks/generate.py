@@ -88,28 +88,28 @@ def _rows(small: bool, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
     shape = SMALL if small else SHAPE
     adapters, new, prompt = (4, 16, 24) if small else (ADAPTERS, NEW, PROMPT)
     config = ModelConfig(family="qwen3", qk_norm=True, **shape)
-    bandwidth = _read_bandwidth(2**24 if small else 2**32)
+    bandwidth = read_bandwidth(2**24 if small else 2**32)
     yield {"section": "read", "gb_per_s": bandwidth / 1e9}
     stage = random_stage(config, adapters, jnp.bfloat16)
     sizes = few, many = (8, 16) if small else (64, 256)
     filled, rates, pass_ms = prompt + new // 2, [0.0], dict[int, float]()
     for rows in (many, few) if "runs" in parts else ():
         requests = _requests(config, rows, adapters, prompt, new)
-        for row in _guarded(f"{rows} rows", _our_rows(stage, requests, rows, bandwidth)):
+        for row in guarded(f"{rows} rows", _our_rows(stage, requests, rows, bandwidth)):
             rates.append(row.get("tokens_per_s", 0.0))
             yield row
     for rows in sizes if {"passes", "fp8"} & {*parts} else ():
-        for row in _guarded("as it is", _pass_rows(stage, "as it is", rows, filled, bandwidth)):
+        for row in guarded("as it is", _pass_rows(stage, "as it is", rows, filled, bandwidth)):
             pass_ms |= {rows: row["pass_ms"]} if row["section"] == "pass" else {}
             yield row
     if "passes" in parts:
-        yield from _guarded("snapshot", _snapshot_rows(stage))
+        yield from guarded("snapshot", _snapshot_rows(stage))
     if "fp8" in parts:
         _PROGRAMS.clear()
         del stage
         stage = random_stage(config, adapters, jnp.bfloat16, "fp8")
         for rows in sizes:
-            for row in _guarded("fp8", _pass_rows(stage, "fp8", rows, filled, bandwidth)):
+            for row in guarded("fp8", _pass_rows(stage, "fp8", rows, filled, bandwidth)):
                 speed = {"over_bf16": pass_ms[rows] / row["pass_ms"]} if row["section"] == "pass" else {}
                 yield row | speed
     if "peers" in parts:
@@ -120,10 +120,10 @@ def _rows(small: bool, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
         _PROGRAMS.clear()
         stage = random_stage(config, adapters, jnp.bfloat16)
         for variant in VARIANTS:
-            yield from _guarded(variant, _pass_rows(stage, variant, few, filled, bandwidth))
+            yield from guarded(variant, _pass_rows(stage, variant, few, filled, bandwidth))
 
 
-def _guarded(name: str, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def guarded(name: str, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows, or why there are no more: the others are made all the same."""
     try:
         yield from rows
@@ -256,12 +256,12 @@ def _pass_rows(stage: Stage, variant: str, rows: int, filled: int, bandwidth: fl
             began = time.perf_counter()
             engine.step()
             times.append((time.perf_counter() - began) / STEPS)
-        pass_s, total = float(np.mean(times[1:])), _bytes(stage, len(samplers), float(engine.num_cached))
+        pass_s, total = float(np.mean(times[1:])), pass_bytes(stage, len(samplers), float(engine.num_cached))
         yield {
             "section": "pass", "variant": variant, "rows": rows, "ready_s": ready_s, "pass_ms": 1e3 * pass_s,
             "pass_gb": total / 1e9, "bound_ms": 1e3 * total / bandwidth, "of_bound": total / bandwidth / pass_s,
         }  # fmt: skip
-        yield from _kernel_rows(variant, rows, lambda: (engine.step(), engine.wait()))
+        yield from kernel_rows(variant, rows, lambda: (engine.step(), engine.wait()))
     finally:
         setattr(module, name, before)
 
@@ -278,7 +278,7 @@ def _snapshot_rows(stage: Stage) -> Iterator[dict[str, Any]]:
     yield {"section": "snapshot", "rank": RANK, "snapshot_ms": 1e3 * float(np.median(times))}
 
 
-def _kernel_rows(variant: str, rows: int, run: Callable[[], Any]) -> Iterator[dict[str, Any]]:
+def kernel_rows(variant: str, rows: int, run: Callable[[], Any]) -> Iterator[dict[str, Any]]:
     """Times of the kernels of one pass, the longest first, and what of the time no kernel runs."""
     run()  # nothing of earlier passes is left
     with tempfile.TemporaryDirectory() as folder:
@@ -326,7 +326,7 @@ def _our_rows(stage: Stage, requests: list[Request], rows: int, bandwidth: float
     seconds = time.perf_counter() - began
     tokens = sum(len(answer.tokens) for answer in answers)
     calls = len(filled)
-    least_s = sum(_bytes(stage, len(samplers), cached) * STEPS / bandwidth for cached in filled)
+    least_s = sum(pass_bytes(stage, len(samplers), cached) * STEPS / bandwidth for cached in filled)
     yield {
         "section": "ours", "rows": rows, "requests": len(requests), "adapters": len(samplers), "new_tokens": tokens,
         "first_s": first_s, "seconds": seconds, "tokens_per_s": tokens / seconds, "passes": calls * STEPS,
@@ -359,7 +359,7 @@ def _run(engine: Engine, requests: list[Request], samplers: list[Any]) -> tuple[
     return answers, filled, running
 
 
-def _bytes(stage: Stage, adapters: int, cached: float) -> float:
+def pass_bytes(stage: Stage, adapters: int, cached: float) -> float:
     """Bytes that one pass must read: weights, the adapters in the model's dtype, and the filled cache."""
     config, size = stage.parts.model, jnp.dtype(stage.parts.dtype).itemsize
     assert stage.weights.head is not None
@@ -369,7 +369,7 @@ def _bytes(stage: Stage, adapters: int, cached: float) -> float:
     return base + adapters * pair + cached * row
 
 
-def _read_bandwidth(count: int) -> float:
+def read_bandwidth(count: int) -> float:
     """Bytes per second of a sum over an array."""
     x = jnp.ones(count, jnp.bfloat16)
     run = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))

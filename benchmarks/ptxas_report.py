@@ -101,7 +101,7 @@ PORTABLE_NORM_SPILLS = 8
 MLP_CASES = ((16, 0.1, 0), (16, 0.0, 0), (32, 0.1, 0))  # rank, rate, spills
 EXPERT_CASES = ((8, 4), (64, 4))  # rank, adapters
 ATTENTION_SPILLS = 248  # dk and dv
-KERNELS = ("lora_", "rms_norm", "attention", "experts", "delta_rule", "paged_attention", "down_all")
+KERNELS = ("lora_", "rms_norm", "attention", "experts", "delta_rule", "paged_attention", "down_all", "row_")
 PRODUCT = "kernel_mosaic_gpu_kernel"  # of `linear/hopper/gemm.py`
 
 
@@ -176,6 +176,8 @@ def cases(gpu: Gpu) -> Iterator[tuple[str, int, Callable[[], None]]]:
     yield "norm with residual", 0, norm
     yield "delta rule", 0, delta_rule
     yield "decoding", 0, decoding
+    for name in ("bfloat16", "fp8"):
+        yield f"joined products of decoding, {name}", 0, partial(joined_products, name)
 
 
 def linear(backend: str, rank: int, adapters: int, rate: float, gpu: Gpu = GPUS["h200"]) -> None:
@@ -345,6 +347,37 @@ def decoding() -> None:
     compile_for(
         GPUS["h200"], step, lambda: tuple(jnp.zeros(*pair) for pair in zip(shapes, dtypes, strict=True)), unpack=True
     )
+
+
+def joined_products(base: str) -> None:
+    """Query, key and value of Qwen3-8B for 64 rows of 16 adapters."""
+    import jax.numpy as jnp
+
+    from pallas_kernels.decoding.row_products import row_products
+    from pallas_kernels.problem import Operands, Static
+    from pallas_kernels.quantised.fp8 import Fp8Weight
+
+    rows, width, adapters, rank, outs = 64, 4096, 16, 16, (4096, 1024, 1024)
+
+    def make():
+        weight = lambda n: (  # noqa: E731
+            jnp.zeros((width, n), jnp.bfloat16)
+            if base == "bfloat16"
+            else Fp8Weight(values=jnp.zeros((n, width), jnp.float8_e4m3fn), scales=jnp.ones(n))
+        )
+        return Operands(
+            x=jnp.zeros((rows, width), jnp.bfloat16),
+            ws=tuple(weight(n) for n in outs),
+            as_=tuple(jnp.zeros((adapters, width, rank), jnp.bfloat16) for _ in outs),
+            bs=tuple(jnp.zeros((adapters, rank, n), jnp.bfloat16) for n in outs),
+            biases=(None,) * len(outs),
+            tile_adapter=jnp.zeros(rows, jnp.int32),
+            scale=jnp.ones(adapters),
+            dropout=None,
+        )
+
+    static = Static(tile=1, num_adapters=adapters, single=False)
+    compile_for(GPUS["h200"], lambda ops: row_products(static, ops), make)
 
 
 def norm(implementation: Any = None, gpu: Gpu = GPUS["h200"]) -> None:

@@ -19,16 +19,29 @@ from pallas_kernels.device import target_platform
 from pallas_kernels.frozen_weight import frozen_product
 from pallas_kernels.problem import Operands, Static
 
-NAME = "_row_adapters"
+SEPARATE, JOINED = "_row_adapters", "_joined_row_adapters"
+NAME = SEPARATE  # of decoding; JOINED has not been measured
 
 
 class RowAdapters:
-    """See the module; only forward."""
+    """See the module; only forward.
+
+    Args:
+        joined: all products of an input take two launches, where kernels serve them.
+    """
+
+    def __init__(self, *, joined: bool):
+        self._joined = joined
 
     def unsupported_reason(self, static: Static, ops: Operands) -> str | None:
         return None if static.tile == 1 and ops.dropout is None else "it wants an adapter for every row, and no dropout"
 
     def forward(self, static: Static, ops: Operands) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], None]:
+        if self._joined and target_platform() in ("gpu", "cuda"):
+            from pallas_kernels.decoding import row_products  # loads Pallas
+
+            if row_products.row_products_unsupported_reason(ops) is None:
+                return row_products.row_products(static, ops), (), None
         mine_TA1 = (ops.tile_adapter[:, None] == jnp.arange(static.num_adapters))[:, :, None]
         downs = dict(zip(ops.with_lora, _down(ops), strict=True))
         return tuple(self._product(static, ops, i, downs.get(i), mine_TA1) for i in range(len(ops.ws))), (), None
@@ -77,4 +90,5 @@ def _precision(dtype: Any) -> str | None:
     return "highest" if dtype == jnp.float32 else None
 
 
-backend.register(NAME, RowAdapters())
+backend.register(SEPARATE, RowAdapters(joined=False))
+backend.register(JOINED, RowAdapters(joined=True))

@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import jax
+
+from pallas_kernels.quantised.rows import E4M3
 
 ROWS = 64  # of a block in `finish`, at most
 
@@ -22,9 +24,13 @@ class Passes(Protocol):
     """The functions of an implementation; `interpret` is for kernels on a CPU."""
 
     def round_rows(
-        self, x: jax.Array, factor: jax.Array | None = None, *, interpret: bool = False
+        self, x: jax.Array, factor: jax.Array | None = None, *, dtype: Any = E4M3, interpret: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns e4m3 [T, K] and scales [T, 1] of x, or of x · factor in float32; see `quantised.rows.round_rows`."""
+        """Returns e4m3 [T, K] and scales [T, 1] of x, or of x · factor in float32; see `quantised.rows.round_rows`.
+
+        Args:
+            dtype: that the values of e4m3 are written in.
+        """
         ...
 
     def finish(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -9,10 +11,15 @@ from pallas_kernels.quantised import rows
 
 
 def round_rows(
-    x: Float[Array, "T K"], factor: Float[Array, " K"] | None = None, *, interpret: bool = False
+    x: Float[Array, "T K"],
+    factor: Float[Array, " K"] | None = None,
+    *,
+    dtype: Any = rows.E4M3,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "T K"], Float[Array, "T 1"]]:
     del interpret
-    return rows.round_rows(x if factor is None else x.astype(jnp.float32) * factor)
+    values, scales = rows.round_rows(x if factor is None else x.astype(jnp.float32) * factor)
+    return values.astype(dtype), scales
 
 
 def finish(

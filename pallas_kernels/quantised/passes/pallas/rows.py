@@ -5,6 +5,8 @@ T rows · K columns
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plt
@@ -21,9 +23,17 @@ NUM_WARPS = 8
 
 
 def round_rows(
-    x: Float[Array, "T K"], factor: Float[Array, " K"] | None = None, *, interpret: bool = False
+    x: Float[Array, "T K"],
+    factor: Float[Array, " K"] | None = None,
+    *,
+    dtype: Any = E4M3,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "T K"], Float[Array, "T 1"]]:
-    """The same values and scales as `quantised.rows.round_rows` of x, or of x · factor in float32."""
+    """The same values and scales as `quantised.rows.round_rows` of x, or of x · factor in float32.
+
+    Args:
+        dtype: that the values are written in.
+    """
     T, K = x.shape
     padded = power_of_two(K)
     rows = rows_of_program(T, padded)
@@ -37,7 +47,9 @@ def round_rows(
             index = lax.broadcasted_iota(jnp.int32, (padded,), 0)
             wide = wide * plt.load(factor_ref[0].at[index], mask=index < K, other=0.0)[None]
         scales, inverse = power_of_two_scales(jnp.max(jnp.abs(wide), axis=1))
-        plt.store(out_ref.at[row, column], (wide * inverse[:, None]).astype(out_ref.dtype), mask=column < K)
+        plt.store(
+            out_ref.at[row, column], (wide * inverse[:, None]).astype(E4M3).astype(out_ref.dtype), mask=column < K
+        )
         scale_ref[pl.ds(pl.program_id(0) * rows, rows)] = scales
 
     values, scales = call(
@@ -45,7 +57,7 @@ def round_rows(
         [x] if factor is None else [x, factor],
         name="round_rows",
         grid=(T // rows,),
-        out_shape=(jax.ShapeDtypeStruct((T, K), E4M3), jax.ShapeDtypeStruct((T,), jnp.float32)),
+        out_shape=(jax.ShapeDtypeStruct((T, K), dtype), jax.ShapeDtypeStruct((T,), jnp.float32)),
         num_warps=NUM_WARPS,
         num_stages=1,
         interpret=interpret,

@@ -1,0 +1,1 @@
+"""Products of decoding, where every row has an adapter of its own."""
