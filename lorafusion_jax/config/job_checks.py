@@ -14,7 +14,8 @@ from lorafusion_jax.config.chat_templates import NAMED, is_template
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.references import reference_of, unknown_reference
-from lorafusion_jax.config.rollout_section import estimator_of, missing_function
+from lorafusion_jax.config.rollout_section import ANSWER, estimator_of
+from lorafusion_jax.config.user_functions import missing_function, unknown_arguments, wrong_tool
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.objective.choose import on_rollouts
@@ -26,6 +27,7 @@ from lorafusion_jax.peft.settings import describe_folder, has_score
 from lorafusion_jax.readable import TEMPLATE, read_text
 
 MOST_DEVICES = 4096  # of a mesh
+FUNCTION_FIX = "FILE.py:function, with a path relative to the job file"
 REWARD = "reward"  # the objective of adapters that judge answers
 
 
@@ -195,7 +197,9 @@ def _score_problems(adapter: schema.AdapterConfig, folder: Path) -> Iterator[tup
     if adapter.data.eval is None:
         yield ("eval", "score"), "eval.score needs held-out prompts.", "data.eval: FILE"
     if wrong := missing_function(folder, adapter.eval.score):
-        yield ("eval", "score"), wrong, "FILE.py:function, with a path relative to the job file"
+        yield ("eval", "score"), wrong, FUNCTION_FIX
+    elif not adapter.rollout.is_on and (wrong := unknown_arguments(folder, adapter.eval.score, [ANSWER])):
+        yield ("eval", "score"), wrong, "def score(prompts, completions, answer)"
 
 
 def _rollout_problems(
@@ -235,10 +239,14 @@ def _rollout_problems(
         )
     if isinstance(adapter.data.eval, float):
         yield ("data", "eval"), "held-out prompts are a file of their own.", "data.eval: FILE"
-    functions = [reward.value for reward in rollout.reward if reward.kind == "function"]
-    for text in [*functions, *([] if rollout.tool is None else [rollout.tool])]:
+    for text in rollout.functions:
         if wrong := missing_function(folder, text):
-            yield ("rollout",), wrong, "FILE.py:function, with a path relative to the job file"
+            yield ("rollout", "reward"), wrong, FUNCTION_FIX
+    if rollout.tool is not None:
+        if wrong := missing_function(folder, rollout.tool):
+            yield ("rollout", "tool"), wrong, FUNCTION_FIX
+        elif wrong := wrong_tool(folder, rollout.tool):
+            yield ("rollout", "tool"), wrong, "def tool(row, answers)"
 
 
 def _judge_problems(

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from lorafusion_jax.config.data_sources import TrainSources
+from lorafusion_jax.config.user_functions import FUNCTION
 from lorafusion_jax.config.values import Count, Positive, Section, Whole, as_number, check_text
-from lorafusion_jax.errors import did_you_mean
 from lorafusion_jax.families.hf_config import shortened
 
 MOST_REWARDS, MOST_GROUP, MOST_TURNS, MOST_LAG = 16, 1024, 64, 8
 KINDS = ("exact", "match", "function", "url", "adapter")
 ANSWER = "answer"
-FUNCTION = re.compile(r"(?P<file>[^:\n]+\.py):(?P<name>[A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +217,11 @@ class RolloutSettings(LimitSettings):
         return bool(self.reward)
 
     @property
+    def functions(self) -> list[str]:
+        """The rewards that are functions."""
+        return [reward.value for reward in self.reward if reward.kind == "function"]
+
+    @property
     def reserved_tokens(self) -> int:
         """Room for what follows a prompt."""
         return self.turns * self.max_tokens + (self.turns - 1) * self.tool_tokens
@@ -229,27 +231,6 @@ def estimator_of(adapter: Any) -> str:
     """How an adapter's rewards become advantages."""
     name = adapter.rollout.advantages
     return adapter.objective.chosen.objective.advantages if name == "auto" else name
-
-
-def missing_function(folder: Path, text: str) -> str:
-    """Says why FILE.py:function does not exist, without running the file; empty if it does."""
-    parts = FUNCTION.fullmatch(text)
-    assert parts is not None
-    path = folder / parts["file"]
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), parts["file"])
-    except FileNotFoundError:
-        return f"there is no file {path}."
-    except (OSError, ValueError, SyntaxError, RecursionError) as problem:
-        return f"{path} cannot be read: {problem}."
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    imports = (node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
-    bound |= {alias.asname or alias.name for node in imports for alias in node.names}
-    if parts["name"] in {*names, *bound}:
-        return ""
-    near = did_you_mean(parts["name"], names)
-    return f"{path} has no function {parts['name']}" + (f"; {near}" if near else "") + "."
 
 
 def prompts_as_data(values: dict[str, Any]) -> dict[str, Any]:

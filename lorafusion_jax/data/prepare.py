@@ -21,7 +21,7 @@ from lorafusion_jax.data.hold_out import hold_out, repeated_samples
 from lorafusion_jax.data.join_sets import join_sources
 from lorafusion_jax.data.mix import Mix, repeats_in
 from lorafusion_jax.data.model_fit import model_problems, read_shape
-from lorafusion_jax.data.rollouts import PromptRow, RolloutData, load_prompts
+from lorafusion_jax.data.rollouts import PromptRow, RolloutData, argument_problems, load_prompts
 from lorafusion_jax.data.sources import expand_source, find_file
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
@@ -204,6 +204,7 @@ def _rollout_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenize
     held_out = None
     if isinstance(adapter.data.eval, tuple):
         held_out, _ = load_sources(adapter.data.eval, base_dir, partial(load_into, rollout.held_out))
+    raise_all(argument_problems(adapter, base_dir, rollout))
     return in_order(adapter, train, held_out, config.train.max_steps, weights, rollout)
 
 

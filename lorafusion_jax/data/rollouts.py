@@ -17,6 +17,7 @@ import numpy as np
 
 from lorafusion_jax.config.rollout_section import ANSWER
 from lorafusion_jax.config.schema import AdapterConfig
+from lorafusion_jax.config.user_functions import unknown_arguments
 from lorafusion_jax.data.chosen_rows import choose_rows
 from lorafusion_jax.data.fit_length import MOST_LOST
 from lorafusion_jax.data.prompts import prompt_tokens
@@ -24,7 +25,7 @@ from lorafusion_jax.data.rows import Rows, messages_or_text
 from lorafusion_jax.data.sources import open_source, parse_rows
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet, quantiles
 from lorafusion_jax.data.tokenizer import Tokenizer
-from lorafusion_jax.errors import LoraFusionError, raise_all
+from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
 from lorafusion_jax.objective.policy import ADVANTAGES, OLD
 
 PROMPT = "prompt"
@@ -136,6 +137,19 @@ def load_prompts(
     samples = samples_of(prompt_rows, answers, np.zeros(len(prompt_rows)), report, rows=numbers)
     counts = {"tokens": len(samples.tokens), "loss_tokens": int(samples.loss_mask.sum())}
     return replace(samples, report=replace(report, **counts, longest=int(samples.lengths.max()))), prompt_rows
+
+
+def argument_problems(adapter: AdapterConfig, base_dir: Path, rollout: RolloutData) -> list[LoraFusionError]:
+    """Arguments of the adapter's functions that no row has a column for: each call of them would fail."""
+    sets = [(text, rows) for text in adapter.rollout.functions for rows in (rollout.prompts, rollout.held_out) if rows]
+    if adapter.eval.score is not None:
+        sets.append((adapter.eval.score, rollout.held_out))
+    sentences: dict[str, None] = {}
+    for text, rows in sets:
+        if wrong := unknown_arguments(base_dir, text, {name for entry in rows for name in entry.row}):
+            sentences[wrong] = None
+    fix = "a column of the rows, or a default: def score(prompts, completions, answer, weight=1.0)"
+    return [DataError("data.missing-column", f"{adapter.name}: {wrong}", fix=fix) for wrong in sentences]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

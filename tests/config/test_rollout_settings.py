@@ -10,18 +10,32 @@ import pytest
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.model_fit import model_problems
-from lorafusion_jax.data.rollouts import load_prompts
+from lorafusion_jax.data.rollouts import PromptRow, RolloutData, argument_problems, load_prompts
 from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.families.model import ModelConfig
 
 ROLLOUT = {"prompts": "prompts.jsonl", "reward": "exact", "group": 4, "max_tokens": 8}
+SCORES = """
+from math import fsum
+
+def short(completions): ...
+def judged(prompts, completions, solution, scale=1.0): ...
+def named(completions, *, level, **columns): ...
+def single(prompt): ...
+async def awaited(completions): ...
+wrapped = short
+def speaks(row, answers, cut=80): ...
+def speaks_all(*turn): ...
+def speaks_once(row): ...
+def speaks_by_name(row, answers, *, cut): ...
+"""
 
 
 @pytest.fixture
 def load(tmp_path):
-    (tmp_path / "score.py").write_text("from math import fsum\n\ndef short(completions): ...\n")
+    (tmp_path / "score.py").write_text(SCORES)
     (tmp_path / "broken.py").write_text("def short(:\n")
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
@@ -64,6 +78,9 @@ def test_a_job_names_its_objective_by_a_text_and_its_prompts_once(load):
         ({"reward": "score.py:shrot"}, {}, "short"),
         ({"reward": "gone.py:short"}, {}, "there is no file"),
         ({"reward": "broken.py:short"}, {}, "cannot be read"),
+        ({"reward": "score.py:awaited"}, {}, "is async"),
+        ({"turns": 2, "tool_tokens": 8, "tool": "score.py:speaks_once"}, {}, "called as speaks_once(row, answers)"),
+        ({"turns": 2, "tool_tokens": 8, "tool": "score.py:speaks_by_name"}, {}, "cannot be called as"),
         ({"group": 5}, {}, "does not divide"),
         ({"group": 1}, {}, "has no others"),
         ({"max_tokens": 64}, {}, "no room for a prompt"),
@@ -88,6 +105,40 @@ def test_a_score_may_end_an_adapter(load):
     assert load(eval={"score": "score.py:short"}, **scored).early_stop.metric == "eval_score"
     with pytest.raises(LoraFusionError, match="eval_score"):
         load(**scored)
+
+
+@pytest.mark.parametrize("tool", ["speaks", "speaks_all", "wrapped"])
+def test_a_tool_may_have_further_arguments_with_defaults(load, tool):
+    assert load({"turns": 2, "tool_tokens": 8, "tool": f"score.py:{tool}"}).rollout.tool == f"score.py:{tool}"
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "argument"),
+    [
+        ("judged", {"solution"}, None),
+        ("judged", {"answer"}, "solution"),
+        ("named", {"answer"}, "level"),
+        ("named", {"level"}, None),
+        ("single", {"prompt"}, "prompt"),  # they are called prompts
+        ("short", set(), None),
+        ("wrapped", set(), None),  # what is assigned may take anything
+    ],
+)
+def test_arguments_of_a_function_are_columns_of_the_rows(load, tmp_path, function, columns, argument):
+    adapter = load({"reward": ["exact", f"score.py:{function}"]})
+    row = dict.fromkeys({"prompt", "answer", *columns}, "text")
+    rollout = RolloutData(prompts=[PromptRow(prompt="text", tokens=[1], row=row)])
+    problems = [str(problem) for problem in argument_problems(adapter, tmp_path, rollout)]
+    assert bool(problems) == (argument is not None)
+    assert all(f"the argument '{argument}'" in problem for problem in problems)
+
+
+def test_a_score_of_other_objectives_gets_prompts_answers_and_completions(load):
+    rows = {"data": {"train": "rows.jsonl", "eval": "rows.jsonl"}, "objective": "sft"}
+    none = {"prompts": None, "reward": None, "group": 8, "max_tokens": 128}
+    with pytest.raises(LoraFusionError, match="the argument 'solution'"):
+        load(none, eval={"score": "score.py:judged"}, **rows)
+    assert load(none, eval={"score": "score.py:short"}, **rows).eval.score
 
 
 def test_prompts_without_room_for_an_answer_are_named_or_left_out(load, tmp_path):
