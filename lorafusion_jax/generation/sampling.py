@@ -116,7 +116,7 @@ class Sampling:
         for name, holds, valid_values in checks:
             if not holds:
                 message = f"{name} must be {valid_values}, not {getattr(self, name)!r}."
-                yield ConfigError("generate.setting", message)
+                yield ConfigError("generate.setting", message, where=name)
 
 
 MODES = ("greedy", "sampled", "filtered")  # a later one serves the settings of those before it

@@ -52,7 +52,7 @@ WHYS: Mapping[str, str] = {
     "api.too-large": "bodies are kept in memory",
     "api.unknown-key": "a key that is not known may be a typing mistake",
     "api.values": "reading it would take too much of the server",
-    "api.value": "it is outside of what the key allows",
+    "api.value": "it is none of the values that are taken there",
     "api.waiting": "what waits takes room on the disk, and one owner must not take all of it",
     "data.check": "a limit of the process that reads data ended it",
     "data.empty-file": "there are no rows in it",
@@ -94,7 +94,12 @@ FIXES: Mapping[str, str] = {
     "store.busy": "try again in a few seconds",
     "store.failed": "make room on the disk of the home folder, and try again",
 }
-DATA_WHY, JOB_WHY = "a job trains on rows that can be read only", "a job must be able to train before it waits"
+JOB_WHY = "a job must be able to train before it waits"
+WHYS_OF_ROOMS: Mapping[str, str] = {  # of codes that the tables do not have, by their first word
+    "data": "a job trains on rows that can be read only",
+    "generate": "answers are drawn from the model with settings that have a meaning for it",
+}
+FIXES_OF_ROOMS: Mapping[str, str] = {"generate": "correct the value, or leave it out; see /openapi.json"}
 JOB_FIX = "correct the value; the page on the job file has its meaning and limits"
 
 
@@ -108,10 +113,11 @@ def completed(problem: Mapping[str, str], where: str = "job", why: str = JOB_WHY
     'the body is no JSON'
     """
     code = problem["code"]
+    room = code.partition(".")[0]
     of_code = {
         "where": where,
-        "why": WHYS.get(code, DATA_WHY if code.startswith("data.") else why),
-        "fix": FIXES.get(code, fix),
+        "why": WHYS.get(code, WHYS_OF_ROOMS.get(room, why)),
+        "fix": FIXES.get(code, FIXES_OF_ROOMS.get(room, fix)),
     }
     return {key: problem.get(key) or of_code.get(key, "") for key in KEYS}
 

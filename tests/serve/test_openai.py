@@ -142,6 +142,11 @@ def test_chats_go_through_the_template_and_stream_deltas(service):
         ("/chat/completions", chat("a", tools=[{"type": "function"}]), "tools"),
         ("/chat/completions", chat("a", response_format={"type": "json_object"}), "response_format"),
         ("/chat/completions", chat("a", max_completion_tokens=7), "max_completion_tokens"),
+        ("/chat/completions", chat("a", web_search_options={}), "web_search_options"),  # its defaults search
+        ("/chat/completions", chat("a", prediction={}), "prediction"),
+        ("/chat/completions", chat("a", stop=["b"] * 17), "stop: a text, or a list of at most 16"),
+        ("/chat/completions", chat("a", stop=["b", ""]), "stop: texts of 1 to"),
+        ("/chat/completions", chat("a", top_logprobs=2), "top_logprobs needs logprobs"),
         ("/chat/completions", chat([{"type": "image_url", "image_url": {"url": ""}}]), "image_url"),
     ],
 )
@@ -150,18 +155,28 @@ def test_what_is_not_served_is_refused_by_its_name(service, path, body, where):
     error = json.loads(content)["error"]
     assert status == 422
     assert where in error["message"]
+    assert error["message"] == error["message"].lstrip(": ")
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", 0), ("logit_bias", {"word": 1})])
+def test_a_setting_is_refused_with_a_reason_of_its_own(service, name, value):
+    status, content = ask(service, "/chat/completions", chat("a", **{name: value}))
+    error = json.loads(content)["error"]
+    assert (status, error["param"]) == (422, name)
+    assert "job" not in error["message"]
+
+
 def test_values_that_ask_for_nothing_are_taken(service):
-    more = {"presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "store": False, "tools": [], "n": None}
+    more = {"prompt_cache_retention": "24h", "stop": ["\u2028", "b" * 100]}
+    more |= {"presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "store": False, "tools": [], "n": None}
     assert answer_to(service, "/chat/completions", chat("a, [b", **more))["choices"]
 
 
 def test_mistakes_of_prompts_have_a_status_also_in_a_stream(service):
     status, content = ask(service, "/completions", text("", stream=True))
     assert (status, json.loads(content)["error"]["code"]) == (422, "generate.empty-prompt")
-    status, content = ask(service, "/chat/completions", chat("a", stop="") | {"stream": True})
+    status, content = ask(service, "/chat/completions", chat("a", top_p=0) | {"stream": True})
     assert (status, json.loads(content)["error"]["code"]) == (422, "generate.setting")
 
 

@@ -5,11 +5,23 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    WithJsonSchema,
+    model_validator,
+)
 
 from lorafusion_jax.generation.sampling import MOST_SEED, Sampling
 
 MOST_ANSWERS, MOST_PROMPTS = 128, 128
+MOST_STOPS, LONGEST_STOP = 16, 1 << 20
+_STOP = {"type": "string", "minLength": 1, "maxLength": LONGEST_STOP}
+STOPS = {"anyOf": [_STOP, {"type": "array", "maxItems": MOST_STOPS, "items": _STOP}, {"type": "null"}]}
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=1 << 20)]
@@ -23,6 +35,29 @@ def _is_off(value: Any) -> Any:
 
 
 NotServed = Annotated[Any, AfterValidator(_is_off)]
+
+
+def _is_absent(value: Any) -> Any:
+    if value is not None:
+        raise ValueError("this service does not serve it; leave it out")
+    return value
+
+
+NotServedTable = Annotated[Any, AfterValidator(_is_absent)]  # an empty one asks for its defaults
+
+
+def _stops(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if texts is None:
+        return None
+    if not isinstance(texts, list) or len(texts) > MOST_STOPS:
+        raise ValueError(f"a text, or a list of at most {MOST_STOPS} texts")
+    if not all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in texts):
+        raise ValueError(f"texts of 1 to {LONGEST_STOP} characters")
+    return texts
+
+
+Stops = Annotated[Any, BeforeValidator(_stops), WithJsonSchema(STOPS)]
 
 
 class StreamOptions(BaseModel):
@@ -48,7 +83,7 @@ class Body(BaseModel):
     min_p: Number | None = None
     repetition_penalty: Number | None = None
     seed: int | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Stops = None
     logit_bias: dict[Label, Number] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -56,6 +91,7 @@ class Body(BaseModel):
     metadata: dict[str, Any] | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
+    prompt_cache_retention: Label | None = None
     presence_penalty: NotServed = None
     frequency_penalty: NotServed = None
 
@@ -71,7 +107,6 @@ class Body(BaseModel):
         Raises:
             ConfigError, ErrorList: `generate.setting`.
         """
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         values: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
@@ -79,7 +114,7 @@ class Body(BaseModel):
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "seed": secrets.randbelow(2**63) if self.seed is None else self.seed % (MOST_SEED + 1),
-            "stop": stop,
+            "stop": tuple(self.stop or ()),
             "logit_bias": self.logit_bias,
             "max_tokens": max_tokens,
             "logprobs": logprobs,
@@ -159,11 +194,11 @@ class ChatBody(Body):
     function_call: NotServed = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    audio: NotServed = None
-    prediction: NotServed = None
+    audio: NotServedTable = None
+    prediction: NotServedTable = None
     reasoning_effort: NotServed = None
     verbosity: NotServed = None
-    web_search_options: NotServed = None
+    web_search_options: NotServedTable = None
     service_tier: Literal["auto", "default"] | None = None
     store: NotServed = None
 

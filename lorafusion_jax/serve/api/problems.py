@@ -166,8 +166,9 @@ def _of_pydantic(detail: dict[str, Any]) -> dict[str, str]:
     code = {"missing": "api.missing", "extra_forbidden": "api.unknown-key", "json_invalid": "api.json"}.get(
         kind, "api.value"
     )
+    message = detail["msg"].removeprefix("Value error, ")
     sentence = {"missing": f"{where} is missing.", "extra_forbidden": f"there is no key {where}."}.get(
-        kind, f"{where}: {detail['msg']}."
+        kind, f"{where}: {message}." if where else f"{message}."
     )
     fix = {"missing": "add it", "extra_forbidden": "leave it out"}.get(kind, "see /openapi.json")
     return {"code": code, "what": sentence[:500], "where": where[:200], "fix": fix}
