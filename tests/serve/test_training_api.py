@@ -295,6 +295,21 @@ def test_a_hole_in_the_numbers_is_named(model, monkeypatch):
     assert model.result((200, future))[1]["loss:sum"] > 0
 
 
+def test_a_request_that_never_comes_fails_after_a_while(model, monkeypatch):
+    """The SDK has used its number where it cannot write it, and its later requests would wait for ever."""
+    before = losses(model)  # request 1
+    late = [model.rows(ROWS, seq=4), model.step(seq=6)]
+    monkeypatch.setattr(log, "GAP_S", 0.3)
+    assert model.result(late[0])[1]["loss:sum"] == pytest.approx(before)
+    assert "grad_norm:mean" in str(model.result(late[1]))
+    model.seq = 6
+    assert losses(model) < before
+    monkeypatch.undo()
+    for seq, send in ((2, model.rows), (5, model.rows), (3, model.rows)):  # it comes after all: it has failed
+        answer = model.result(send(ROWS, seq=seq))
+        assert f"request {seq} of this model did not arrive" in answer["error"]
+
+
 def test_results_that_nobody_fetches_are_removed(model, service, monkeypatch):
     """Ten thousand of them; others are served meanwhile."""
     model.rows(ROWS)

@@ -21,6 +21,8 @@ from lorafusion_jax.serve.tinker.futures import Row, add_future, find_future
 
 MOST_WAITING = 4096  # requests of a model, or samples of a sampler
 MOST_BYTES = 256 << 20  # of the requests of an owner that wait
+MISSING = "missing"  # kind of a request that never came
+GAP_S = 600.0  # that requests wait for one before them; the SDK sends it again for 5 minutes
 ALIVE_S = 300.0  # after the last sign of its client a session counts as gone, and its models leave their places
 
 
@@ -108,7 +110,7 @@ def accept(
     """
     stream, future = model["id"], future_of(model["id"], seq)
     if (row := find_future(connection, future, None)) is not None:
-        if row["kind"] != kind:
+        if row["kind"] not in (kind, MISSING):
             message = f"request {seq} of this model was {row['kind']}, not {kind}."
             raise ApiError(422, "api.other-request", message, fix="a number of its own for each request")
         return row
@@ -177,6 +179,25 @@ def missing_request(connection: Connection, stream: str, after: int, seq: int) -
     where = (t.api_requests.c.stream == stream, t.api_requests.c.seq > after, t.api_requests.c.seq < seq)
     numbers = set(connection.execute(select(t.api_requests.c.seq).where(*where)).scalars())
     return next((number for number in range(after + 1, seq) if number not in numbers), None)
+
+
+def overdue_requests(connection: Connection) -> list[tuple[str, int]]:
+    """Models whose requests have waited for too long for one that did not arrive, and the number of that one."""
+    requests, models, jobs = t.api_requests.c, t.api_models, t.jobs.c
+    both = t.api_requests.join(models, models.c.id == requests.stream).join(t.jobs, jobs.id == models.c.job)
+    columns = select(requests.stream, jobs.step, func.max(requests.seq)).select_from(both).group_by(requests.stream)
+    is_late = (requests.at < time.time() - GAP_S, requests.seq > jobs.step + 1, jobs.state.notin_((*ENDED, "deleted")))
+    late = [tuple(row) for row in connection.execute(columns.where(*is_late))]
+    numbers = [(stream, missing_request(connection, stream, step, seq)) for stream, step, seq in late]
+    return [(stream, seq) for stream, seq in numbers if seq is not None]
+
+
+def skip(connection: Connection, model: Row, seq: int) -> None:
+    """Adds a request that did not arrive as one that fails in its turn, so that later ones run."""
+    why = f"request {seq} of this model did not arrive for {GAP_S:.0f} s, and later ones waited for it"
+    row = {"stream": model["id"], "seq": seq, "kind": MISSING, "body": {"refused": why}, "path": None, "bytes": 0}
+    connection.execute(t.api_requests.insert().values(row | {"sha256": "", "tokens": 0, "at": time.time()}))
+    add_future(connection, future_of(model["id"], seq), model["owner"], model["id"], seq, MISSING)
 
 
 def waiting_samples(connection: Connection) -> list[tuple[str, int]]:

@@ -37,7 +37,9 @@ from lorafusion_jax.serve.tinker.log import (
     forget_requests,
     future_of,
     next_requests,
+    overdue_requests,
     payload_of,
+    skip,
     waiting_samples,
 )
 from lorafusion_jax.serve.wire import Message
@@ -240,14 +242,17 @@ class Streams:
             leaving, returning, over = _models_to_change(connection)
             overdue = connection.execute(select(t.api_futures.c.id).where(t.api_futures.c.until < time.time()).limit(1))
             has_expired = overdue.first() is not None or bool(checkpoints.count_expired(connection))
-            weights = self._weights(connection)
-        if not (leaving or returning or over or reads or has_expired or weights):
+            weights, gaps = self._weights(connection), overdue_requests(connection)
+        if not (leaving or returning or over or reads or has_expired or weights or gaps):
             return
         with self.db.write() as connection:
             for job, weight in weights.items():
                 self.jobs.set(connection, job, weight=weight)
             for future in reads:
                 futures.note_read(connection, future)
+            skipped = [(find_model(connection, stream, None), seq) for stream, seq in gaps]
+            for model, seq in skipped:
+                skip(connection, model, seq)
             changes = [(model, "pause", "no sign of its client") for model in leaving]
             for model, event, why in (*changes, *((model, "continue", "a request") for model in returning)):
                 with suppress(StateError):
@@ -259,6 +264,8 @@ class Streams:
                 self._unneeded.extend(forget_requests(connection, model["id"]))
             self._unneeded.extend(futures.remove_expired(connection))
             self._unneeded.extend(checkpoints.remove_expired(connection))
+        for model, _ in skipped:
+            self.push(model["job"])
         self.taken()
 
 
