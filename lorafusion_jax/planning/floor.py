@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lorafusion_jax.adapters.spec import bank_columns
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.families.model import ModelConfig
@@ -34,7 +35,7 @@ def plan_floor_s(config: JobConfig, model: ModelConfig, prepared: Prepared, plan
         return None
     learned = sum(_learned_tokens(prepared, adapter.name) for adapter in config.adapters)
     share = learned / max(plan.data_parallel * sum(size * count for size, count in plan.slots_of_size.items()), 1)
-    problem = memory_problem(config, model)
+    problem = memory_problem(without_places(config), model)  # a place has no rows
     tokens = {name: int(data.stream_tokens().sum()) for name, data in prepared.adapters.items()}
     rows = [tokens[spec.name] / sum(tokens.values()) for spec in problem.adapters]
     ceilings = CEILINGS[device]

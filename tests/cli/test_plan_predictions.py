@@ -78,6 +78,12 @@ def test_evaluations_and_saves_are_predicted_and_stand_beside_what_they_took(lor
     assert re.search(r"with \d+ evaluations \(.*\) and \d+ saves \(.*\) .*, without start-up", text)
 
 
+@pytest.mark.parametrize("setting", ["train.resident=1", "train.places={16: 2}"])
+def test_places_without_rows_have_a_floor(lorafusion, large, setting):
+    numbers = plan(lorafusion, large, setting, "--device", "h200")
+    assert 0 < numbers["floor_s"] < numbers["predicted"]["seconds"]
+
+
 def test_screen_shows_memory_and_fit(lorafusion, large):
     text = lorafusion("plan", large.path, "mesh.stages=2", "--device", "h100").out
     assert re.search(r"^memory/stage  s0 \d+\.\d  s1 \d+\.\d GiB of 79   fits$", text, re.MULTILINE)

@@ -68,7 +68,7 @@ def test_a_long_curve_keeps_its_mean_and_its_end(count):
 
 
 def test_a_ranking_has_all_that_can_be_compared_the_best_first():
-    def point(name, best, status="done", held_out="one file", lr=1e-3, measure=LOSS):
+    def point(name, best, status="done", held_out: str | None = "one file", lr=1e-3, measure=LOSS):
         settings = {"optim.lr": lr, "lora.rank": 4, "seed": len(name)}
         row = {"label": name, "best": best and (3, best), "status": status, "settings": settings}
         return row | {"compared": (held_out, measure)}

@@ -41,8 +41,8 @@ def rank_adapters(adapters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def best_shown(rankings: Sequence[dict[str, Any]]) -> list[str]:
     """The adapters that a page of many shows for their results, the first of each ranking before the second."""
-    places = [ranking["labels"][: ranking["placed"]] for ranking in rankings]
-    in_turn = [labels[place] for place in range(BEST_SHOWN) for labels in places if place < len(labels)]
+    orders = [ranking["labels"][: ranking["placed"]] for ranking in rankings]
+    in_turn = [labels[number] for number in range(BEST_SHOWN) for labels in orders if number < len(labels)]
     return in_turn[:BEST_SHOWN]
 
 
