@@ -82,8 +82,8 @@ from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.memory import memory_problem, stage_memory
 from lorafusion_jax.planning.prediction import predicted_costs
+from lorafusion_jax.session.assembler import Batches
 from lorafusion_jax.session.base import fitting_remat
-from lorafusion_jax.session.batches import Batches
 from lorafusion_jax.session.dry_runs import time_passes
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.mesh import StageMesh
@@ -367,7 +367,6 @@ class Bench:
         self, variant: Variant, config: JobConfig, stages: list[Stage], jobs: Sequence[AdapterJob], plan: Plan
     ) -> dict:
         """One timed run of the product's loop over a plan."""
-        names = [adapter.name for adapter in config.adapters]
         data = {job.name: self.data(job, seed) for seed, job in enumerate(jobs)}
         prepared = Prepared(tokenizer=None, adapters=data)  # type: ignore[arg-type]
         lora = stages[0].first_lora()
@@ -378,7 +377,7 @@ class Bench:
         compiled: list[float] = []
         costs = None
         if variant.together and not variant.frozen and not self.options.no_profile:
-            Executor(stages, names).warm_up(batches.empty())
+            Executor(stages).warm_up(batches.empty())
             costs = profile_stages(stages, batches.loads(), repeats=2)
             for stage in stages:
                 stage.start(lora)

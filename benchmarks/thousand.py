@@ -39,7 +39,7 @@ from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.planning.turns import NextUses
 from lorafusion_jax.session import Session
-from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.assembler import Batches
 from lorafusion_jax.session.loop import SlotHooks
 from scheduling import Plan, SampleRef, Slot, issue_order, make_plan
 from scheduling.pipeline import one_forward_one_backward
@@ -124,7 +124,7 @@ class Training:
         session, uses = self.session, NextUses.of(plan)
         batches = Batches(self.config, self.prepared, plan, session.assembler, session.tasks)
         session.executor.warm_up(batches.empty())
-        names = [list(dict.fromkeys(ref.adapter for ref in slot.samples)) for slot in plan.slots]
+        names = [slot.adapters for slot in plan.slots]
         began = time.perf_counter()
 
         def must_pause(slot: int) -> bool:
@@ -134,7 +134,7 @@ class Training:
         session.send_ahead(uses, first)
         todo = [event for event in issue_order(one_forward_one_backward(plan), 1) if event.slot >= first]
         while todo:
-            todo = session.run(todo, plan.slots.__getitem__, batches.of)
+            todo = session.run(todo, names.__getitem__, batches.of)
             slot = todo[0].slot if todo else plan.num_slots
             if slot >= end or time.perf_counter() - began > seconds:
                 session.drain()
@@ -155,7 +155,11 @@ class Training:
         began = 0.0
         for first, end in ((0, WARM), (WARM, plan.num_slots)):
             began = time.perf_counter()
-            session.run([event for event in events if first <= event.slot < end], plan.slots.__getitem__, batches.of)
+            session.run(
+                [event for event in events if first <= event.slot < end],
+                lambda slot: plan.slots[slot].adapters,
+                batches.of,
+            )
             session.drain()
         return (time.perf_counter() - began) / (plan.num_slots - WARM)
 

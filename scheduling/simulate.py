@@ -78,7 +78,7 @@ def slot_squares(plan: Plan) -> list[int]:
 
 def _loads(plan: Plan) -> list[_Load]:
     return [
-        _Load(capacity, squares, tuple(dict.fromkeys(ref.adapter for ref in slot.samples)))
+        _Load(capacity, squares, slot.adapters)
         for slot, capacity, squares in zip(plan.slots, plan.slot_capacities, slot_squares(plan), strict=True)
     ]
 

@@ -177,6 +177,11 @@ class Slot:
         return self.replicas[0] if len(self.replicas) == 1 else tuple(ref for part in self.replicas for ref in part)
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Those with samples, in the order of their first ones."""
+        return tuple(dict.fromkeys(ref.adapter for ref in self.samples))
+
+    @property
     def is_noop(self) -> bool:
         return not any(self.replicas)
 

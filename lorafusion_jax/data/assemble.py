@@ -6,8 +6,8 @@ T packed tokens · A adapters · M segments, P adapters (static sizes)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from lorafusion_jax.data.sample_table import (
     empty_table,
     fill_place,
     piece_table,
-    stack_trees,
 )
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.objective.rows import RowNumbers
@@ -355,9 +354,16 @@ def _balance_rows(pieces: Sequence[Piece], max_segments: int) -> BalanceRows:
     return rows
 
 
-def stacked(rows: Sequence[Microbatch]) -> Microbatch:
-    """Stacks the microbatches of several replicas: [replicas, ...]."""
-    return stack_trees(rows)
+def stacked(trees: Sequence[Any]) -> Any:
+    """Stacks arrays in equal tuples and dictionaries, such as microbatches of replicas: [replicas, ...]."""
+    first = trees[0]
+    if first is None:
+        return None
+    if isinstance(first, Mapping):
+        return {name: stacked([tree[name] for tree in trees]) for name in first}
+    if isinstance(first, tuple):
+        return type(first)(*map(stacked, zip(*trees, strict=True)))
+    return np.stack(trees)
 
 
 def _present_adapters(pieces: Sequence[Piece], places: int) -> np.ndarray:

@@ -6,7 +6,7 @@ T packed tokens · N samples · S segments of a sample · G rows of a group · L
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -194,15 +194,3 @@ def fill_place(
     for name, values in piece.values.items():
         if name in table.values:
             table.values[name][rows] = values[tokens]
-
-
-def stack_trees(trees: Sequence[Any]) -> Any:
-    """Stacks arrays in equal tuples and dictionaries: [replicas, ...]."""
-    first = trees[0]
-    if first is None:
-        return None
-    if isinstance(first, Mapping):
-        return {name: stack_trees([tree[name] for tree in trees]) for name in first}
-    if isinstance(first, tuple):
-        return type(first)(*(stack_trees(leaves) for leaves in zip(*trees, strict=True)))
-    return np.stack(trees)

@@ -54,7 +54,7 @@ class AdapterPrograms:
             self.compiled[key] = jax.jit(function, donate_argnums=donate, out_shardings=out)
         return self.compiled[key]
 
-    def joined(self, own_columns: Own, optim: OptimSettings, leaves: Leaves, *, lead: int = lv.WEIGHTS) -> JoinedLeaves:
+    def joined(self, own_columns: Own, optim: OptimSettings, lora: Leaves) -> JoinedLeaves:
         """Returns the vectors of an adapter's trainable leaves: those that its optimizer treats alike are joined."""
         elementwise = find_optimizer(optim.name).elementwise
         key = own_columns, elementwise, *optim.lr_ratios
@@ -62,14 +62,14 @@ class AdapterPrograms:
             self._joined[key] = JoinedLeaves.of(
                 self._columns.trained,
                 own_columns,
-                {name: leaf.shape[lead - lv.WEIGHTS :] for name, leaf in leaves.items()},
+                {name: leaf.shape for name, leaf in lora.items()},
                 lr_groups=optim.lr_ratios,
-                apart=self._columns.twins if elementwise else leaves.keys(),
+                apart=self._columns.twins if elementwise else lora.keys(),
             )
         return self._joined[key]
 
     def close_batch(
-        self, own_columns: Own, optim: OptimSettings, adapter: Place, sums: Leaves, totals: Totals | None, alive: Array
+        self, own_columns: Own, joined: JoinedLeaves, adapter: Place, sums: Leaves, totals: Totals | None, alive: Array
     ):
         """Extracts an adapter's gradient from the sums and adds it up over replicas. Reads only its own columns.
 
@@ -77,11 +77,10 @@ class AdapterPrograms:
             (gradient in vectors, BatchSummary, `JoinedLeaves.first_not_finite`, sums and totals with the adapter's part
             cleared)
         """
-        joined = self.joined(own_columns, optim, sums, lead=lv.SUMS)
         close = partial(adapter_step.close_batch, self._columns.trained, own_columns, joined, self._columns.twins)
         everywhere, rows, devices = self._stage.everywhere, self._stage.by_replica, self._stage.by_device
         out = (everywhere, everywhere, everywhere, devices, rows)
-        program = self._jit(("close", own_columns, joined.vectors), close, donate=(1, 2), out=out)
+        program = self._jit(("close", own_columns, *joined.names), close, donate=(1, 2), out=out)
         return program(adapter, sums, totals, alive)
 
     def join_twins(self, embed: Array, head: Array, summary: BatchSummary) -> tuple[Array, BatchSummary]:
@@ -93,8 +92,8 @@ class AdapterPrograms:
         return self._jit(("join",), adapter_step.join_twins)(embed, head, summary)
 
     def step(
-        self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves, gradient: Leaves, optimizer: Any,
-        alive: Array, summaries: Sequence[BatchSummary], numbers: Hyper,
+        self, own_columns: Own, joined: JoinedLeaves, optim: OptimSettings, adapter: Place, lora: Leaves,
+        gradient: Leaves, optimizer: Any, alive: Array, summaries: Sequence[BatchSummary], numbers: Hyper,
     ):  # fmt: skip
         """Steps one adapter. Other adapters do not change.
 
@@ -107,27 +106,24 @@ class AdapterPrograms:
             None with one stage)
         """
         alone = len(summaries) == 1
-        key = ("step", own_columns, optim.name, optim.clip > 0, *optim.lr_ratios, alone)
-        step = partial(
-            adapter_step.step, self._columns.trained, own_columns, self.joined(own_columns, optim, lora), optim
-        )
+        # `joined` stands for the groups of learning rates, too: there is one of each kind.
+        key = ("step", own_columns, optim.name, optim.clip > 0, joined, alone)
+        step = partial(adapter_step.step, self._columns.trained, own_columns, joined, optim)
         # `alive` is not donated: it is a few bytes, and others wait for it to know that the step is done
         program = self._jit(key, step, donate=(1, 3) if alone else (1,))
         return program(adapter, lora, gradient, optimizer, alive, tuple(summaries), numbers)
 
     def put_back(
-        self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves, earlier: Leaves, alive: Array
+        self, own_columns: Own, joined: JoinedLeaves, adapter: Place, lora: Leaves, earlier: Leaves, alive: Array
     ):
         """Restores earlier weights of an adapter and marks it as not alive, so that later steps are refused.
 
         Returns:
             (lora, alive)
         """
-        joined = self.joined(own_columns, optim, lora)
         put_back = partial(adapter_step.put_back, self._columns.trained, joined)
-        return self._jit(("put back", own_columns, joined.vectors), put_back, donate=(1,))(
-            adapter, lora, earlier, alive
-        )
+        program = self._jit(("put back", own_columns, *joined.names), put_back, donate=(1,))
+        return program(adapter, lora, earlier, alive)
 
     def revive(self, adapter: Place, alive: Array) -> Array:
         """Marks an adapter as alive."""

@@ -30,12 +30,7 @@ class BatchSummary(NamedTuple):
     squares: Array  # Σ gradient² over the stage
     finite: Array  # 1 if all gradients are finite and no earlier step of the adapter was refused here
     loss: Array  # on the last stage; 0 elsewhere
-    metrics: dict[str, Array]  # metrics of all objectives, on the last stage; empty elsewhere
-
-    @property
-    def without_metrics(self) -> BatchSummary:
-        """The part that a step needs; it has the same structure on every stage."""
-        return self._replace(metrics={})
+    metrics: dict[str, Array]  # metrics of all objectives, on the last stage; empty elsewhere, and for `step`
 
 
 def close_batch(

@@ -88,7 +88,7 @@ class CallRunner:
             stream.has_sums = False
             events = [Event("update", stage, max(slot - 1, 0)) for stage in reversed(range(len(session.stages)))]
             for event in events:
-                session.executor.close_batch(event, name)
+                session.batch_ends.close(event, name)
             session.steps.issue(name, events[0].slot)
             return
         try:
@@ -130,7 +130,7 @@ class CallRunner:
         self._turns.note(window.slots, [*cursors.values()], owners, self._tail)
         for slot in (self._smallest(slot, cursors) for slot in window.slots):
             rows = session.free_places.microbatch(session.assembler, slot, session.tasks)
-            names = tuple(dict.fromkeys(ref.adapter for ref in slot.samples))
+            names = slot.adapters
             logprobs = session.executor.run_forward(Stage.row_logprobs, session.executor.describe(rows), names)
             self._passes.append(_Pass(rows=self._locate(slot, cursors), logprobs=logprobs))
             if len(self._passes) > len(session.stages) + 1:

@@ -59,16 +59,17 @@ def compile_steps(stage: Stage, num_stages: int, only: int | None = None) -> Non
     lora, sums, totals, alive, optimizers = _copy((stage.lora, stage.sums, stage.totals, stage.alive, optimizers))
     for index, optimizer in optimizers.items():
         columns, optim, adapter = stage.own_columns[index], stage.settings[index].optim, stage.places[index]
+        joined = stage.joined(index)
         if stage.vacant:  # an adapter like this one may join
             programs.first_optimizer(columns, optim, adapter, lora)
             zeros = programs.zeros(columns, adapter, lora)
             lora, sums, totals, alive = programs.write(columns, adapter, lora, sums, totals, alive, zeros)
-        gradient, summary, _, sums, totals = programs.close_batch(columns, optim, adapter, sums, totals, alive)
+        gradient, summary, _, sums, totals = programs.close_batch(columns, joined, adapter, sums, totals, alive)
         if twins := sorted(stage.programs.columns.twins & gradient.keys()):
             programs.join_twins(gradient[twins[0]], gradient[twins[-1]], summary)
-        summaries = [summary.without_metrics] * num_stages
+        summaries = [summary._replace(metrics={})] * num_stages
         lora, _, alive, _, _ = programs.step(
-            columns, optim, adapter, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
+            columns, joined, optim, adapter, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
         )
     jax.block_until_ready((lora, sums, totals, alive))
 

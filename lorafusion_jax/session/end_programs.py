@@ -22,7 +22,7 @@ from lorafusion_jax.modules.tensor_sums import TENSOR, on_first, part_start
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.objective.replaced_rows import ReplacedRows, replace_rows, row_gradients
 from lorafusion_jax.session.adapter_step import Totals
-from lorafusion_jax.session.leaves import HEAD, HEAD_ROWS, Leaves
+from lorafusion_jax.session.leaves import Leaves
 from lorafusion_jax.session.mesh import REPLICAS, VOCABULARY, StageMesh
 from lorafusion_jax.session.parts import Carried, Parts
 from lorafusion_jax.session.stage_columns import StageColumns
@@ -171,8 +171,3 @@ class EndPrograms:
         """Returns the log-probabilities of clients' rows, [1, T, K]."""
         table, batch = gather(table, self.table_axis), row_of_device(batch)
         return self._parts.head.row_logprobs(norm, table, x[0], batch)[None]
-
-
-def of_heads(leaves: Leaves) -> Leaves:
-    """Returns the leaves of the heads of objectives, and trained rows of the head."""
-    return {name: leaf for name, leaf in leaves.items() if name.startswith((HEAD, HEAD_ROWS))}

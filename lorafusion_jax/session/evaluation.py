@@ -16,8 +16,7 @@ from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.objective.batch import finished_metrics, metric_names
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.planning.held_out import size_of_set
-from lorafusion_jax.session.assembler import Replicas, Shape, refs_of_set, teacher_state
-from lorafusion_jax.session.batches import places, reserved_segments
+from lorafusion_jax.session.assembler import Replicas, Shape, places, refs_of_set, reserved_segments, teacher_state
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.move import to_local
 from lorafusion_jax.session.task import Task

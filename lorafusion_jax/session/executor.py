@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,9 +28,7 @@ import numpy as np
 from jax import Array
 
 from lorafusion_jax.data.assemble import Microbatch
-from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.session.ahead import Ahead
-from lorafusion_jax.session.batch_end import BatchEnd, ClosedBatch, StepResult, in_order, not_finite
 from lorafusion_jax.session.distant_stage import (
     AnyStage,
     DistantStage,
@@ -40,20 +38,16 @@ from lorafusion_jax.session.distant_stage import (
     receive_activations,
 )
 from lorafusion_jax.session.failures import FailedEvent, is_of_devices, place_of, stage_failed
-from lorafusion_jax.session.links import Announcement, Link, Links
-from lorafusion_jax.session.move import first_of, to_stage, transfer
+from lorafusion_jax.session.links import Link, Links
+from lorafusion_jax.session.move import first_of, to_stage
 from lorafusion_jax.session.parts import Carried
 from lorafusion_jax.session.processes import is_alone
 from lorafusion_jax.session.spans import Spans
-from lorafusion_jax.session.stage import Stage, Stepped
+from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.warm_up import compile_stages
 from scheduling.pipeline import Event
 
 AHEAD = 1  # slots queued beyond those in the pipeline: devices need not wait for the host, and memory is bounded
-
-
-# (adapter, its closed global batch on every stage) -> the closed global batch to step with
-type BeforeStep = Callable[[str, list[Future[ClosedBatch]]], list[Future[ClosedBatch]]]
 
 
 # A copy of one number: the arrays themselves may be donated while the spans still wait for them.
@@ -72,7 +66,7 @@ class _InFlight:
 
     Attributes:
         batches: its arrays on the devices of each local stage; the last one's forward pass drops them.
-        rows: decides the shape of what stages pass on.
+        rows: decides the shape of what stages of other processes pass on; None if there are none.
         adapters: for error messages.
         inputs: (kind, stage) → what an event needs from the stage before it.
         output: result of the last stage's forward pass, in its process.
@@ -80,26 +74,11 @@ class _InFlight:
     """
 
     batches: dict[int, Any]
-    rows: RowsShape
+    rows: RowsShape | None
     adapters: Sequence[str] = ()
     inputs: dict[tuple[str, int], Future[Carried]] = field(default_factory=dict)
     output: Future[Any] | None = None
     done: Future[Carried] | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class _EndingBatch:
-    """An adapter's global batch whose last slot is known, until its step.
-
-    Attributes:
-        slot: the slot that completed it.
-        stages: those that have closed it.
-        closed: by stage of this process.
-    """
-
-    slot: int
-    stages: set[int] = field(default_factory=set)
-    closed: dict[int, Future[ClosedBatch]] = field(default_factory=dict)
 
 
 class Executor:
@@ -110,32 +89,27 @@ class Executor:
 
     Args:
         stages: in order.
-        names: names of the adapters, in stacking order.
         spans: records when each event ran.
 
     Attributes:
         links: the ways between stages.
         local_stages: those of this process, by number.
-        before_step: called before every step that is issued.
         describe: adds what microbatches say of adapters in places, see `PlaceTable.describe`.
     """
 
-    def __init__(self, stages: Sequence[AnyStage], names: Sequence[str], spans: Spans | None = None):
+    def __init__(self, stages: Sequence[AnyStage], spans: Spans | None = None):
         self.stages, self._spans = tuple(stages), spans
         self.local_stages = local_stages(stages)
         self.links = Links([stage.mesh for stage in stages])
         self._ordered = not is_alone() and any(stage.mesh.spans_processes for stage in self.local_stages.values())
         self._lanes = lanes_of(self.stages, ordered=self._ordered)
-        self._index: Mapping[str, int] = {name: number for number, name in enumerate(names)}
         self._in_flight: dict[int, _InFlight] = {}  # by slot
         self._issued: deque[int] = deque()  # slots in flight whose events have all been issued, in this order
         self._completed: list[int] = []  # finished slots that `completed_slots` has not returned yet
         self._logprobs: dict[int, Array] = {}  # of finished slots with clients' rows
-        self._ending: dict[int, _EndingBatch] = {}  # by number of the adapter
         self._failure: FailedEvent | None = None  # the first failure; later work is not run
         self._failing = threading.Lock()
         self._warm: list[list[tuple[int, ...]]] = []  # shapes of the microbatches that programs were compiled for
-        self.before_step: BeforeStep = lambda adapter, closed: closed
         self.describe: Callable[[Microbatch], Microbatch] = lambda rows: rows
 
     @property
@@ -148,10 +122,6 @@ class Executor:
         assert not self._in_flight
         assert len(stages) == len(self.stages)
         self.stages, self.local_stages, self._warm = tuple(stages), local_stages(stages), []
-
-    def number_adapters(self, index: Mapping[str, int]) -> None:
-        """Says at which position each adapter is. The mapping may change between slots."""
-        self._index = index
 
     def warm_up(
         self,
@@ -204,7 +174,7 @@ class Executor:
         for index, stage in self.local_stages.items():
             with self.blaming(index, slot):
                 batches[index] = to_stage(rows, stage.mesh)
-        self._in_flight[slot] = _InFlight(batches=batches, rows=RowsShape.of(rows))
+        self._in_flight[slot] = _InFlight(batches=batches, rows=RowsShape.of(rows) if self.links.apart else None)
 
     def issue(self, event: Event, adapters: Sequence[str] = ()) -> None:
         """Issues a forward or backward pass on its stage.
@@ -232,9 +202,10 @@ class Executor:
             work = partial(run, event, flight, input_future, link)
         elif link is not None:
             # Another process runs this event, and a stage of ours needs the result; otherwise there is no link.
+            assert flight.rows is not None
             work = partial(receive_activations, self.stages[target], flight.rows, link)
         if work is not None:
-            result_future = self._submit(event.stage, event.slot, adapters, work)
+            result_future = self.submit(event.stage, event.slot, adapters, work)
             if link is not None:
                 flight.inputs[event.kind, target] = result_future
             if event.kind == "backward" and event.stage in self.local_stages:
@@ -246,83 +217,9 @@ class Executor:
         if event.kind == "backward" and not event.stage:
             self._issued.append(event.slot)
 
-    def close_batch(self, event: Event, adapter: str) -> bool:
-        """Closes an adapter's global batch on the stage of an update event. Returns whether all stages closed it."""
-        number = self._index[adapter]
-        event = event._replace(adapters=(adapter,))  # batches of other adapters may end in this slot, too
-        batch = self._ending.setdefault(number, _EndingBatch(slot=event.slot))
-        batch.slot = event.slot
-        batch.stages.add(event.stage)
-        stage = self.local_stages.get(event.stage)
-        if stage is not None:
-
-            def run() -> ClosedBatch:
-                with self._record_event(event) as record:
-                    summary, bad = stage.close_batch(number)
-                    # Not the gradient sums: the next backward pass may donate them before the spans have waited.
-                    record(summary.squares)
-                return ClosedBatch(event.stage, summary, bad)
-
-            batch.closed[event.stage] = self._submit(event.stage, event.slot, [adapter], run)
-        return len(batch.stages) == len(self.stages)
-
-    def step(self, adapter: str, numbers: Hyper) -> StepResult:
-        """Steps an adapter on all stages. The gradient norm for clipping is over all stages."""
-        number = self._index[adapter]
-        batch = self._ending.pop(number)
-
-        def submit[T](index: int, work: Callable[[], T]) -> Future[T]:
-            return self._submit(index, batch.slot, [adapter], work)
-
-        end = BatchEnd(
-            number=number,
-            closed=batch.closed,
-            stages=self.stages,
-            local_stages=self.local_stages,
-            links=self.links,
-            submit=submit,
-        )
-        closed = end.of_all_stages()
-        closed_batches = self.before_step(adapter, closed)
-
-        def run(index: int, announcement: Announcement) -> Stepped:
-            stage = self.stages[index]
-            if isinstance(stage, DistantStage):
-                return announcement.receive(stage.stepped_like(number))
-            summaries = [transfer(closed.summary.without_metrics, stage.mesh) for closed in in_order(closed_batches)]
-            with self._record_event(Event("update", index, batch.slot, (adapter,)), stepping=True) as record:
-                stepped = stage.step(number, summaries, numbers)
-                # Not the weights: the next step may donate them before the spans have waited.
-                record(stepped.alive)
-            announcement.send((stepped.alive, stepped.bad))
-            return stepped
-
-        # Announcements are drawn here, not on the stages' threads: all processes must draw them in the same order.
-        stepped = [
-            submit(index, partial(run, index, self.links.announcement(index))) for index in range(len(self.stages))
-        ]
-        return StepResult(number, closed, stepped)
-
-    def put_back(self, adapter: str, result: StepResult) -> None:
-        """Restores an adapter on every stage to its state before a step that some stage refused.
-
-        Stages step without knowing the results of the others, so that no stage waits for another. Later steps of the
-        adapter do not count either: after a refused step, every stage refuses all later ones.
-        """
-        stepped = result.stepped
-        for index, stage in self.local_stages.items():
-            if (before := stepped[index].before) is not None:
-                self._submit(index, None, [adapter], partial(stage.put_back, self._index[adapter], before))
-
-    def revive(self, adapter: str) -> None:
-        """Lets an adapter step again after a step that was refused."""
-        for index in self.local_stages:
-            stage, number = self.local_stages[index], self._index[adapter]
-            self._submit(index, None, [adapter], partial(stage.revive, number))
-
     def read[T](self, work: Callable[[Stage], T]) -> list[Future[T]]:
         """Reads from every stage of this process, after all work issued so far."""
-        return [self._submit(index, None, (), partial(work, stage)) for index, stage in self.local_stages.items()]
+        return [self.submit(index, None, (), partial(work, stage)) for index, stage in self.local_stages.items()]
 
     def read_all[T](self, work: Callable[[Stage], T]) -> list[T]:
         """Returns what `read` promises, by stage. Waits for it."""
@@ -332,7 +229,7 @@ class Executor:
         """Waits until all work is dispatched. Then the stages' arrays may be read; reading waits for their values."""
         for index in range(len(self.stages)):  # those of other processes, too: their results have been asked for then
             with self.blaming(index, None):
-                self._submit(index, None, (), lambda: None).result()
+                self.submit(index, None, (), lambda: None).result()
 
     @contextmanager
     def blaming(self, stage: int | None, slot: int | None, adapters: Sequence[str] = ()) -> Iterator[None]:
@@ -387,13 +284,11 @@ class Executor:
         while self._issued:
             self._wait_oldest()
 
-    def not_finite(self, adapter: str, result: StepResult) -> str | None:
-        """Describes what was not finite in a refused step; see `step_result.not_finite`."""
-        return not_finite(self.stages, self._index[adapter], result)
-
     def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[dict[str, Array]]:
         """Issues a held-out microbatch. Returns sums of loss and metrics of each adapter, [A]."""
         last, result = len(self.stages) - 1, self.run_forward(Stage.evaluate, self.describe(rows), adapters)
+        if not self.links.apart:
+            return result
         announcement = self.links.announcement(last)
 
         def share() -> Any:
@@ -402,7 +297,7 @@ class Executor:
                 return announcement.receive(stage.totals_like())
             return announcement.send(result.result())
 
-        return self._submit(last, None, adapters, share) if self.links.apart else result
+        return self.submit(last, None, adapters, share)
 
     def run_forward(
         self,
@@ -434,10 +329,10 @@ class Executor:
         for index in range(len(pass_stages)):
             link = self.links.link(index, index + 1) if index + 1 < len(pass_stages) else None
             if index in local:
-                output = self._submit(index, None, adapters, partial(run_stage, index, output, link))
+                output = self.submit(index, None, adapters, partial(run_stage, index, output, link))
             elif link is not None:
                 receive = partial(receive_activations, pass_stages[index + 1], RowsShape.of(rows), link)
-                output = self._submit(index, None, adapters, receive)
+                output = self.submit(index, None, adapters, receive)
         assert output is not None
         return output
 
@@ -454,7 +349,7 @@ class Executor:
         if isinstance(output, tuple):  # (losses, log-probabilities), see `Stage.forward`
             self._logprobs[slot] = output[1]
 
-    def _submit[T](self, stage: int, slot: int | None, adapters: Sequence[str], work: Callable[[], T]) -> Future[T]:
+    def submit[T](self, stage: int, slot: int | None, adapters: Sequence[str], work: Callable[[], T]) -> Future[T]:
         """Runs work on a stage's thread, after all work issued before."""
 
         def run() -> T:
@@ -472,7 +367,7 @@ class Executor:
 
     def _forward(self, event: Event, flight: _InFlight, needed: Future[Carried] | None, link: Link | None) -> Carried:
         x = None if needed is None else needed.result()
-        with self._record_event(event, needed=self._arriving(event.stage - 1, x)) as record:
+        with self.record_event(event, needed=self._arriving(event.stage - 1, x)) as record:
             batch = flight.batches[event.stage]
             if event.stage == max(self.local_stages):
                 flight.batches = {}  # frees the device memory of all stages' copies once they are used
@@ -483,7 +378,7 @@ class Executor:
     def _backward(self, event: Event, flight: _InFlight, needed: Future[Carried] | None, link: Link | None) -> Carried:
         del flight
         dy = None if needed is None else needed.result()
-        with self._record_event(event, needed=self._arriving(event.stage + 1, dy)) as record:
+        with self.record_event(event, needed=self._arriving(event.stage + 1, dy)) as record:
             dx = self.local_stages[event.stage].backward(event.slot, dy)
             record(first_of(dx))
             return dx if link is None else link.send(dx)
@@ -493,7 +388,7 @@ class Executor:
         return None if arrays is None or source in self.local_stages else _first_number(first_of(arrays))
 
     @contextmanager
-    def _record_event(
+    def record_event(
         self, event: Event, *, stepping: bool = False, needed: Array | None = None
     ) -> Iterator[Callable[[Array], None]]:
         """Yields a function that records the event's result for the spans.

@@ -23,9 +23,9 @@ from lorafusion_jax.session.leaves import Columns, Own, own_shape, path_text
 PREFIX = "joined "
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JoinedLeaves:
-    """Which leaves a vector joins: those that the optimizer treats alike.
+    """Which leaves a vector joins: those that the optimizer treats alike. A key of programs, by identity.
 
     Attributes:
         names: leaves of each vector.
@@ -36,10 +36,6 @@ class JoinedLeaves:
     names: Mapping[str, tuple[str, ...]]
     groups: Mapping[str, Group]
     shapes: Mapping[str, tuple[int, ...]]
-
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        return tuple(self.names)
 
     @classmethod
     def of(

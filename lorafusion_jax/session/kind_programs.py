@@ -1,11 +1,12 @@
-"""The compiled programs of adapter kinds: what they compute from the frozen kernels.
+"""The compiled programs of adapter kinds, and what they have computed: see `AdapterKind.prepare`.
 
 K, N features of a projection · r rank of an adapter
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,9 @@ from lorafusion_jax.layout.layer import Linear
 from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.session.inputs import layer_ratios
 from lorafusion_jax.session.layer_operands import LayerOperands
-from lorafusion_jax.session.leaves import LAYERS, SHARED, Leaves
+from lorafusion_jax.session.leaves import LAYERS, SHARED, Leaves, Place
+from lorafusion_jax.session.mesh import StageMesh
+from lorafusion_jax.session.move import replicate
 from lorafusion_jax.session.stage_columns import Position
 from lorafusion_jax.session.stage_jit import REPLICATED, jit_on_stage
 from lorafusion_jax.session.stage_weights import StoredWeights, layer_kind
@@ -83,7 +86,7 @@ class KindPrograms:
         for offset, stored in enumerate(block):
             weights, scale = self._operands.materialize(stored, scale)
             trained, constant = self._operands.views(leaves, stored, position.plus(offset), inputs)
-            views: dict[str, Any] = trained | constant
+            views: dict[str, Any] = {**trained, **constant}
             layer = self._parts.model.kinds[layer_kind(stored)]
             for linear in layer.linears_of(self._parts.half(stored)):
                 if linear.name not in targets:
@@ -101,3 +104,54 @@ class KindPrograms:
                     start = (row, window[0, 0], *(0 for _ in value.shape))
                     changed[name] = lax.dynamic_update_slice(changed[name], value[None, None], start)
         return changed
+
+
+class PreparedLeaves:
+    """Keeps what kinds compute, and computes it again for adapters that have changed.
+
+    Args:
+        programs: of the kinds of the stage.
+        mesh: the devices of the stage.
+    """
+
+    def __init__(self, programs: KindPrograms, mesh: StageMesh):
+        self._programs, self._mesh = programs, mesh
+        self._leaves: Leaves = {}
+        self._changed: set[int] = set()
+        self._lock = threading.Lock()  # a stage compiles passes and evaluations in two threads
+
+    def reset(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Makes arrays of these shapes for the leaves of all adapters."""
+        self._leaves = {name: replicate(np.ones(shape, np.float32), self._mesh) for name, shape in shapes.items()}
+
+    def mark(self, *places: int) -> None:
+        """Marks adapters as changed."""
+        self._changed.update(places)
+
+    def read(
+        self,
+        specs: Sequence[AdapterSpec],
+        leaves: Leaves,
+        blocks: Sequence[Sequence[StoredWeights]],
+        positions: Sequence[Position],
+        places: Sequence[Place],
+    ) -> Leaves:
+        """Returns the prepared leaves of all adapters.
+
+        Args:
+            specs: the adapters, in stacking order.
+            leaves: what their kinds prepare from.
+            blocks: weights of the layers of each program.
+            positions: of the first layer of each block.
+            places: of the adapters.
+        """
+        with self._lock:
+            for index in sorted(self._changed):
+                if adapter_kind(specs[index].kind).prepare is None:
+                    continue
+                for block, position in zip(blocks, positions, strict=True):
+                    self._leaves = self._programs.prepare(
+                        specs[index], block, leaves, position, places[index].index, self._leaves
+                    )
+            self._changed.clear()
+            return self._leaves

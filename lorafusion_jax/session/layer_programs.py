@@ -107,11 +107,13 @@ class LayerPrograms:
         backward: the same, residuals, the gradient of y and the sums → (gradient of x, sums).
         backward_giving: of a block that adds keys for later ones: it donates no gradient of y, as x has none of it.
         evaluate: as forward → y.
+        shares_keys: whether layers read keys of earlier ones; without, what blocks pass on needs no `joined`.
     """
 
     def __init__(self, operands: LayerOperands, remat: RematPolicy):
         self._operands, self._parts = operands, operands.parts
         self._remat: RematPolicy = remat
+        self.shares_keys = any(kind.gives_keys for kind in self._parts.model.kinds)
         self._splits: dict[tuple, Split] = {}  # by kind, half, and shapes of the microbatch
         self._forward_layer = jax.jit(self._run_forward_layer)
         self._backward_layer = jax.jit(self._run_backward_layer)

@@ -208,11 +208,13 @@ class Links:
 
     Attributes:
         local: numbers of the stages that this process holds.
+        apart: whether stages of a replica are in different processes.
     """
 
     def __init__(self, meshes: Sequence[StageMesh]):
         self._meshes, self._wire, self._host_wire = tuple(meshes), None, None
         self.local = [stage for stage, mesh in enumerate(meshes) if is_alone() or mesh.is_local]
+        self.apart = len(self.local) < len(self._meshes)
         if not self.apart:
             return
         mine = meshes[self.local[0]]
@@ -223,11 +225,6 @@ class Links:
         self._device = mine.mesh.local_devices[0]
         self._wire = Wire(self._device)
         self._host_wire = Wire(_host_device())
-
-    @property
-    def apart(self) -> bool:
-        """Whether stages of a replica are in different processes."""
-        return len(self.local) < len(self._meshes)
 
     def is_local(self, stage: int) -> bool:
         """Whether this process holds a stage."""
@@ -247,9 +244,7 @@ class Links:
         return Link(target=mesh, wire=wire, receiving=wire.ticket_from(self._holders[source]))
 
     def announcement(self, stage: int) -> Announcement:
-        """Draws the next announcement of a stage."""
-        if not self.apart:
-            return Announcement()
+        """Draws the next announcement of a stage. Only where stages are apart: otherwise there is nobody to tell."""
         assert self._wire is not None
         if self.is_local(stage):
             tickets = tuple(self._wire.ticket_to(process) for process in self._others)

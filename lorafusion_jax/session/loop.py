@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.session.assembler import mask_adapters
+from lorafusion_jax.session.batch_end import BatchEnds
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.steps import Steps
-from scheduling import Slot
 from scheduling.pipeline import Event
 
 # Assembles the next microbatches on a host thread while the device computes.
@@ -69,21 +69,22 @@ def prefetch[In, Out](make: Callable[[In], Out], items: Iterable[In], depth: int
         thread.join()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SlotHooks:
-    """Called between slots.
+    """Called between slots; whoever has nothing to do there leaves its hook out.
 
     Attributes:
         must_pause: (slot) asked before a slot enters; if True, neither it nor a later one enters.
-        on_entry: (slot) called before a slot enters: may issue work that the devices run before it.
+        on_entry: (slot) called before a slot enters: may issue work that the devices run before it. It may be set and
+            left out while slots run.
         on_done: called with slots that are done, before the results of their steps are read.
         on_read: (slots done) called after the results of the steps in these slots were read.
     """
 
-    must_pause: Callable[[int], bool] = lambda slot: False
-    on_entry: Callable[[int], None] = lambda slot: None
-    on_done: Callable[[list[int]], None] = lambda slots: None
-    on_read: Callable[[int], None] = lambda slots_done: None
+    must_pause: Callable[[int], bool] | None = None
+    on_entry: Callable[[int], None] | None = None
+    on_done: Callable[[list[int]], None] | None = None
+    on_read: Callable[[int], None] | None = None
 
 
 class Loop:
@@ -97,17 +98,21 @@ class Loop:
         begun: adapters that have had rows since their last step.
     """
 
-    def __init__(self, executor: Executor, steps: Steps, index: Mapping[str, int]):
-        self._executor, self._steps, self._index, self.hooks = executor, steps, index, SlotHooks()
+    def __init__(self, executor: Executor, ends: BatchEnds, steps: Steps, index: Mapping[str, int]):
+        self._executor, self._ends, self._steps, self._index = executor, ends, steps, index
+        self.hooks = SlotHooks()
         self.begun: set[str] = set()
 
     def run(
-        self, events: Sequence[Event], slot_of: Callable[[int], Slot], assemble: Callable[[int], Microbatch]
+        self,
+        events: Sequence[Event],
+        names_of: Callable[[int], Sequence[str]],
+        assemble: Callable[[int], Microbatch],
     ) -> list[Event]:
         """Issues events in order, until a pause is due.
 
         Args:
-            slot_of: returns the slot of a number.
+            names_of: returns the adapters with rows in a slot.
             assemble: returns the microbatch of a slot.
 
         Returns:
@@ -119,30 +124,32 @@ class Loop:
         later: list[Event] = []
         try:
             for event in events:
-                slot = event.slot
+                slot, enters, names = event.slot, _enters(event), names_of(event.slot)
                 # Slots in flight still get all their events; only those from the pause on are left for later.
-                if (later and slot >= later[0].slot) or (_enters(event) and hooks.must_pause(slot)):
+                if (later and slot >= later[0].slot) or (enters and hooks.must_pause and hooks.must_pause(slot)):
                     later.append(event)
                     continue
-                if _enters(event):  # 1. the next microbatch
+                if enters:  # 1. the next microbatch
                     # Fixed for the slot: all its events, on every process, leave out the same adapters.
-                    failed_at_entry[slot] = steps.failed()
-                    hooks.on_entry(slot)
-                failed, names = failed_at_entry[slot], _adapters_of(slot_of(slot))
+                    failed_at_entry[slot] = steps.failed(names)
+                    if hooks.on_entry:
+                        hooks.on_entry(slot)
+                failed = failed_at_entry[slot]
                 if event.kind == "update":
                     for name in [name for name in event.adapters if name not in failed]:
                         steps.settle(name)
-                        if executor.close_batch(event, name):  # 3. the batch ends
+                        if self._ends.close(event, name):  # 3. the batch ends
                             steps.issue(name, slot)  # 4. its step
                             self.begun.discard(name)
                     continue
                 # Taken for skipped slots, too: microbatches come in the order of slots.
-                rows = next(microbatches) if _enters(event) else None
+                rows = next(microbatches) if enters else None
                 if failed.issuperset(names):
                     continue
                 if rows is not None:
-                    masked = [self._index[name] for name in failed if name in self._index]
-                    executor.admit(slot, mask_adapters(rows, masked))
+                    if failed:
+                        rows = mask_adapters(rows, [self._index[name] for name in failed if name in self._index])
+                    executor.admit(slot, rows)
                     # `admit` has waited until these slots were done, so reading their results costs no further wait.
                     self.report(executor.completed_slots())  # 5. results of earlier slots
                 executor.issue(event, names)  # 2. forward and backward
@@ -153,10 +160,12 @@ class Loop:
 
     def report(self, slots: list[int]) -> None:
         """Reports slots that are done, and the results of their steps."""
-        self.hooks.on_done(slots)
+        if self.hooks.on_done:
+            self.hooks.on_done(slots)
         for slot in slots:
             self._steps.read(slot + 1)
-            self.hooks.on_read(slot + 1)
+            if self.hooks.on_read:
+                self.hooks.on_read(slot + 1)
 
     def drain(self) -> None:
         """Waits for all slots that were issued, and reads the results of their steps."""
@@ -167,7 +176,3 @@ class Loop:
 
 def _enters(event: Event) -> bool:
     return event.kind == "forward" and event.stage == 0
-
-
-def _adapters_of(slot: Slot) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(ref.adapter for ref in slot.samples))

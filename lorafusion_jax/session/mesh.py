@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ AXES = (*REPLICAS, TENSOR)
 VOCABULARY = 0  # axis of the tables [V, D] that is split over `tensor`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StageMesh:
     """The devices of one stage.
 
@@ -35,7 +36,9 @@ class StageMesh:
 
     mesh: Mesh
 
-    @property
+    # Properties of every step are computed once: a mesh does not change.
+
+    @cached_property
     def replicas(self) -> int:
         return self.mesh.size // self.tensor
 
@@ -48,17 +51,17 @@ class StageMesh:
     def fsdp(self) -> int:
         return self.mesh.shape["fsdp"]
 
-    @property
+    @cached_property
     def everywhere(self) -> NamedSharding:
         """Replicated on every device."""
         return NamedSharding(self.mesh, P())
 
-    @property
+    @cached_property
     def by_replica(self) -> NamedSharding:
         """Leading axis split over replicas."""
         return self._rows(REPLICAS)
 
-    @property
+    @cached_property
     def by_device(self) -> NamedSharding:
         """Leading axis split over all devices."""
         return self._rows(AXES)

@@ -23,6 +23,7 @@ from lorafusion_jax.session.assembler import Assembler, first_tail, places_for_s
 from lorafusion_jax.session.bank import Bank
 from lorafusion_jax.session.base import check_tables, has_room_for_a_state, open_base
 from lorafusion_jax.session.base_cache import BaseFiles
+from lorafusion_jax.session.batch_end import BatchEnds
 from lorafusion_jax.session.distant_stage import AnyStage
 from lorafusion_jax.session.evaluation import HeldOut
 from lorafusion_jax.session.executor import Executor
@@ -43,7 +44,6 @@ from lorafusion_jax.session.spans import Spans
 from lorafusion_jax.session.state import load_states
 from lorafusion_jax.session.steps import Steps
 from lorafusion_jax.session.task import Task, tasks_of
-from scheduling import Slot
 from scheduling.pipeline import Event
 
 
@@ -62,10 +62,12 @@ class OpenSession:
         config: of the job, or of its places.
         tasks: its adapters by name, in order of arrival.
         index: place of each adapter.
-        executor: runs events.
+        executor: runs passes.
+        batch_ends: closes global batches and steps adapters.
         steps, loop: issue steps and slots; their hooks belong to whoever gives the slots.
         references: adapters whose references are computed between slots.
         assembler: makes microbatches of the tasks.
+        is_paged: whether adapters take turns in places, see `Session.holds`.
     """
 
     def __init__(
@@ -86,11 +88,11 @@ class OpenSession:
         self._unstarted: list[int] = []  # places of adapters whose initial values may depend on the base
         self.tasks: dict[str, Task] = dict(tasks)
         self.index: dict[str, int] = {}
-        self.executor = Executor(stages, (), spans)
-        self.executor.number_adapters(self.index)
+        self.executor = Executor(stages, spans)
+        self.batch_ends = BatchEnds(self.executor, self.index)
         self.assembler = Assembler(config.batch.tile_tokens, self.executor.local_replicas, self.index)
-        self.steps = Steps(self.executor, self.tasks)
-        self.loop = Loop(self.executor, self.steps, self.index)
+        self.steps = Steps(self.executor, self.batch_ends, self.tasks)
+        self.loop = Loop(self.executor, self.batch_ends, self.steps, self.index)
         self.references = ReferenceQueue(self.executor)
         self._rollout_references: dict[str, tuple[Sequence[AnyStage], RolloutReference]] = {}
         self._judges: dict[str, tuple[Sequence[AnyStage], Judge]] = {}  # of PEFT folders
@@ -100,6 +102,7 @@ class OpenSession:
     def _arrange(self, config: JobConfig, stack: Stack) -> None:
         """Tells all parts of the session which adapters there are, and where, on new stages."""
         self.config, self._stack, self._held_out = config, stack, None
+        self.is_paged = stack.paged
         self.index |= stack.index
         self._snapshots = Snapshots(self.stages, self.executor.links)
         if not stack.stand_ins:
@@ -297,11 +300,14 @@ class OpenSession:
         return self.free_places.find(spec, self.index.values())
 
     def run(
-        self, events: Sequence[Event], slot_of: Callable[[int], Slot], assemble: Callable[[int], Microbatch]
+        self,
+        events: Sequence[Event],
+        names_of: Callable[[int], Sequence[str]],
+        assemble: Callable[[int], Microbatch],
     ) -> list[Event]:
         """Runs slots until a pause is due; see `Loop.run`. The devices may still work when it returns."""
         with self.executor.blaming(None, None):
-            return self.loop.run(events, slot_of, assemble)
+            return self.loop.run(events, names_of, assemble)
 
     def drain(self) -> None:
         """Waits for all slots that were issued, and reads the results of their steps."""

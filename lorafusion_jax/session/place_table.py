@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.data.assemble import AdapterRows, Microbatch
-from lorafusion_jax.data.sample_table import stack_trees
+from lorafusion_jax.data.assemble import AdapterRows, Microbatch, stacked
 from lorafusion_jax.modules.context import dropout_key
 from lorafusion_jax.session.inputs import layer_ratios
 from lorafusion_jax.session.leaf_layout import LeafLayout
@@ -37,7 +36,7 @@ class PlaceTable:
 
     def describe(self, rows: Microbatch) -> Microbatch:
         """Adds to the microbatches of all replicas what they say of their adapters."""
-        return rows._replace(lora=stack_trees([self.rows(adapters) for adapters in rows.adapters]))
+        return rows._replace(lora=stacked([self.rows(adapters) for adapters in rows.adapters]))
 
     def rows(self, adapters: np.ndarray) -> AdapterRows:
         """Returns the rows of a microbatch's adapters [P], -1 in unused places."""

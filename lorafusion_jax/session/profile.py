@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax
 
-from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.session.assembler import Load
 from lorafusion_jax.session.dry_runs import noise, time_passes
 from lorafusion_jax.session.failures import is_of_devices, stage_failed
 from lorafusion_jax.session.move import to_stage, transfer
@@ -18,14 +17,6 @@ from scheduling import CostModel
 from scheduling.cost_model import Measurement, fit_cost_model
 
 WARM_S = 2.0  # warm-up on GPUs: at its power limit a GPU lowers its clock within this time
-
-
-class Load(NamedTuple):
-    """A microbatch to time, with the sizes that determine its cost."""
-
-    rows: Microbatch
-    tokens: int
-    squares: int  # Σ length² over its segments, padding included
 
 
 def profile_stages(stages: Sequence[Stage], loads: Sequence[Load], *, repeats: int = 3, source: str = "") -> CostModel:

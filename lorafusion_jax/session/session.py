@@ -148,7 +148,7 @@ class Session(OpenSession):
 
     def holds(self, names: Collection[str]) -> bool:
         """Whether all these adapters are in places."""
-        return not self._stack.paged or self.index.keys() >= set(names)
+        return not self.is_paged or self.index.keys() >= set(names)
 
     @property
     def num_places(self) -> int:
@@ -179,7 +179,7 @@ class Session(OpenSession):
             wanted: at most `num_places`. Those that have not joined yet are left out.
         """
         places = self._stack.places
-        if not self._stack.paged or places is None:
+        if not self.is_paged or places is None:
             return
         # Whoever else trains stays where there is room.
         others = [name for name in self.index if name not in wanted and self.tasks[name].status == "running"]

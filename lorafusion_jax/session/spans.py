@@ -150,7 +150,7 @@ class Spans:
         lengths = {job.name: job.sample_tokens for job in plan.jobs}
         # Skip incomplete slots, after which a stage failed or recording ended.
         slots = {span.slot for span in self._spans if span.kind == "backward" and span.stage == 0}
-        names = {slot: tuple(dict.fromkeys(ref.adapter for ref in plan.slots[slot].samples)) for slot in slots}
+        names = {slot: plan.slots[slot].adapters for slot in slots}
         timeline = Timeline(
             spans=tuple(sorted((span for span in self._spans if span.slot in slots), key=lambda span: span.end_s)),
             num_stages=self._num_stages,

@@ -16,7 +16,6 @@ from lorafusion_jax.models.stream import activations, joined
 from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.session import leaves as lv
 from lorafusion_jax.session.adapter_step import BatchSummary, Totals
-from lorafusion_jax.session.end_programs import of_heads
 from lorafusion_jax.session.inputs import Inputs
 from lorafusion_jax.session.leaves import Leaves
 from lorafusion_jax.session.move import first_of, replicate
@@ -35,6 +34,14 @@ class Stepped(NamedTuple):
 class Stage(StageState):
     """One stage of the pipeline. Methods dispatch and return at once unless their docstring says that they wait."""
 
+    @property
+    def all_leaves(self) -> Leaves:
+        """The leaves of all adapters on this stage, with what their kinds prepare."""
+        trained = self.lora | self.constants
+        if not self.programs.columns.prepared:  # most kinds: nothing to look up in every pass
+            return trained
+        return trained | self._prepared.read(self._specs, trained, self.blocks, self.positions, self.places)
+
     def forward(self, slot: int, batch: Microbatch, x: Carried | None) -> Carried:
         """Runs a microbatch through this stage.
 
@@ -47,14 +54,15 @@ class Stage(StageState):
         inputs = self._with_own_inputs(programs.layers.inputs(batch), batch, hidden)
         if batch.balance is not None and self.weights.embed is not None:
             hidden = hidden, programs.ends.no_choices(batch.balance.length)
+        leaves, shares_keys = self.all_leaves, programs.layers.shares_keys
         xs: list[Carried] = []
         residuals: list[Any] = []
         for block, position in zip(self.blocks, self.positions, strict=True):
             # Apart from the residuals, which leave out what is an input of the block.
             xs.append(hidden)
-            passed_on, block_residuals = programs.layers.forward(block, self.all_leaves, position, hidden, inputs)
+            passed_on, block_residuals = programs.layers.forward(block, leaves, position, hidden, inputs)
             # Of keys that later layers read, a block returns only its own; those of earlier blocks are added again.
-            hidden = joined(passed_on, hidden)
+            hidden = joined(passed_on, hidden) if shares_keys else passed_on
             residuals.append(block_residuals)
         rows = (batch.tokens, batch.row_adapter) if lv.EMBED_ROWS in self.lora else None
         if weights.head is None:
@@ -62,7 +70,7 @@ class Stage(StageState):
             return hidden
         # Loss and gradient in one program, so that no logits are kept for the backward pass.
         dy, losses, self.totals, sums, logprobs = programs.ends.head(
-            weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves), self.totals, of_heads(self.sums)
+            weights.norm, weights.head, hidden, batch, _of_heads(leaves), self.totals, _of_heads(self.sums)
         )
         self.sums = self.sums | sums
         self._in_flight[slot] = InFlight(inputs, xs, residuals, dy, rows)
@@ -93,16 +101,15 @@ class Stage(StageState):
     def backward(self, slot: int, dy: Carried | None) -> Carried:
         """Adds a microbatch's gradients to the sums and returns the gradient of its input."""
         inputs, xs, residuals, loss_gradient, rows = self._in_flight.pop(slot)
+        layers, leaves = self.programs.layers, self.all_leaves
         gradient: Any = loss_gradient if dy is None else dy
         assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
         del loss_gradient  # donated below
         for block, position in zip(reversed(self.blocks), reversed(self.positions), strict=True):
             # Popped, so that a block's arrays are freed after its own pass and not after that of all blocks.
             x = xs.pop()
-            backward = self.programs.layers.backward_of(x, gradient)
-            gradient, self.sums = backward(
-                block, self.all_leaves, position, x, inputs, residuals.pop(), gradient, self.sums
-            )
+            backward = layers.backward_of(x, gradient) if layers.shares_keys else layers.backward
+            gradient, self.sums = backward(block, leaves, position, x, inputs, residuals.pop(), gradient, self.sums)
         if rows is not None:
             sums = self.programs.ends.add_row_gradients(first_of(gradient), *rows, self.sums[lv.EMBED_ROWS])
             self.sums = self.sums | {lv.EMBED_ROWS: sums}
@@ -115,7 +122,7 @@ class Stage(StageState):
             (BatchSummary, number of the first leaf that is not finite, see `JoinedLeaves.first_not_finite`)
         """
         self._gradients[index], summary, bad, self.sums, self.totals = self.programs.adapters.close_batch(
-            self.own_columns[index], self.settings[index].optim, self.places[index], self.sums, self.totals, self.alive
+            self.own_columns[index], self.joined(index), self.places[index], self.sums, self.totals, self.alive
         )
         return summary, bad
 
@@ -159,6 +166,7 @@ class Stage(StageState):
         state = self.optimizers[spec.name]
         self.lora, self.optimizers[spec.name], self.alive, bad, previous = self.programs.adapters.step(
             self.own_columns[index],
+            self.joined(index),
             optim,
             self.places[index],
             self.lora,
@@ -168,7 +176,8 @@ class Stage(StageState):
             summaries,
             numbers,
         )
-        self._prepared.mark(index)
+        if self.programs.columns.prepared:
+            self._prepared.mark(index)
         # `state` is still valid: with several stages the program does not donate the optimizer state.
         return Stepped(self.alive, bad, None if previous is None else (previous, state))
 
@@ -176,9 +185,10 @@ class Stage(StageState):
         """Undoes a step that another stage refused, and all later steps of the adapter."""
         previous, self.optimizers[self._specs[index].name] = before
         self.lora, self.alive = self.programs.adapters.put_back(
-            self.own_columns[index], self.settings[index].optim, self.places[index], self.lora, previous, self.alive
+            self.own_columns[index], self.joined(index), self.places[index], self.lora, previous, self.alive
         )
-        self._prepared.mark(index)
+        if self.programs.columns.prepared:
+            self._prepared.mark(index)
 
     def revive(self, index: int) -> None:
         """Lets an adapter step again after a step that was refused."""
@@ -189,14 +199,14 @@ class Stage(StageState):
         hidden, weights = self._run_forward(batch, x), self.weights
         if weights.head is None:
             return hidden
-        return self.programs.ends.totals(weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves))
+        return self.programs.ends.totals(weights.norm, weights.head, hidden, batch, _of_heads(self.all_leaves))
 
     def token_logprobs(self, batch: Microbatch, x: Array | None) -> Array:
         """Like `evaluate`; the last stage returns log p of the learned targets of all replicas, [R, T]."""
         hidden, weights = self._run_forward(batch, x), self.weights
         if weights.head is None:
             return hidden
-        return self.programs.ends.token_logprobs(weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves))
+        return self.programs.ends.token_logprobs(weights.norm, weights.head, hidden, batch, _of_heads(self.all_leaves))
 
     def row_logprobs(self, batch: Microbatch, x: Array | None) -> Array:
         """Like `evaluate`; the last stage returns the log-probabilities of clients' rows, [R, T, K]."""
@@ -213,9 +223,14 @@ class Stage(StageState):
         return hidden if weights.head is None else self.programs.ends.states(weights.norm, hidden)
 
     def _run_forward(self, batch: Microbatch, x: Array | None) -> Any:
-        programs = self.programs
+        programs, leaves = self.programs, self.all_leaves
         hidden = self._entered(batch, x)
         inputs = self._with_own_inputs(programs.layers.inputs_without_dropout(batch), batch, hidden)
         for block, position in zip(self.blocks, self.positions, strict=True):
-            hidden = joined(programs.layers.evaluate(block, self.all_leaves, position, hidden, inputs), hidden)
+            hidden = joined(programs.layers.evaluate(block, leaves, position, hidden, inputs), hidden)
         return activations(hidden)
+
+
+def _of_heads(leaves: Leaves) -> Leaves:
+    """Returns the leaves of the heads of objectives, and trained rows of the head."""
+    return {name: leaf for name, leaf in leaves.items() if name.startswith((lv.HEAD, lv.HEAD_ROWS))}

@@ -1,11 +1,7 @@
-"""The arrays of one stage: its frozen weights, and what its adapters train.
-
-Kinds compute some leaves from others and from the frozen kernels, see `AdapterKind.prepare`.
-"""
+"""The arrays of one stage: its frozen weights, and what its adapters train."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -28,65 +24,14 @@ from lorafusion_jax.session.adapter_step import Totals
 from lorafusion_jax.session.device_copy import never_used_bytes
 from lorafusion_jax.session.first_weights import first_weights_of
 from lorafusion_jax.session.joined_leaves import JoinedLeaves
-from lorafusion_jax.session.kind_programs import KindPrograms
-from lorafusion_jax.session.leaves import Leaves, Place
+from lorafusion_jax.session.kind_programs import PreparedLeaves
+from lorafusion_jax.session.leaves import Leaves
 from lorafusion_jax.session.mesh import StageMesh
 from lorafusion_jax.session.move import replicate, to_devices, to_host, to_stage
 from lorafusion_jax.session.parts import Carried, Parts
 from lorafusion_jax.session.programs import StagePrograms
 from lorafusion_jax.session.stage_columns import Position
-from lorafusion_jax.session.stage_weights import StageWeights, StoredWeights
-
-
-class PreparedLeaves:
-    """Keeps what kinds compute, and computes it again for adapters that have changed.
-
-    Args:
-        programs: of the kinds of the stage.
-        mesh: the devices of the stage.
-    """
-
-    def __init__(self, programs: KindPrograms, mesh: StageMesh):
-        self._programs, self._mesh = programs, mesh
-        self._leaves: Leaves = {}
-        self._changed: set[int] = set()
-        self._lock = threading.Lock()  # a stage compiles passes and evaluations in two threads
-
-    def reset(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Makes arrays of these shapes for the leaves of all adapters."""
-        self._leaves = {name: replicate(np.ones(shape, np.float32), self._mesh) for name, shape in shapes.items()}
-
-    def mark(self, *places: int) -> None:
-        """Marks adapters as changed."""
-        self._changed.update(places)
-
-    def read(
-        self,
-        specs: Sequence[AdapterSpec],
-        leaves: Leaves,
-        blocks: Sequence[Sequence[StoredWeights]],
-        positions: Sequence[Position],
-        places: Sequence[Place],
-    ) -> Leaves:
-        """Returns the prepared leaves of all adapters.
-
-        Args:
-            specs: the adapters, in stacking order.
-            leaves: what their kinds prepare from.
-            blocks: weights of the layers of each program.
-            positions: of the first layer of each block.
-            places: of the adapters.
-        """
-        with self._lock:
-            for index in sorted(self._changed):
-                if adapter_kind(specs[index].kind).prepare is None:
-                    continue
-                for block, position in zip(blocks, positions, strict=True):
-                    self._leaves = self._programs.prepare(
-                        specs[index], block, leaves, position, places[index].index, self._leaves
-                    )
-            self._changed.clear()
-            return self._leaves
+from lorafusion_jax.session.stage_weights import StageWeights
 
 
 class InFlight(NamedTuple):
@@ -162,6 +107,7 @@ class StageState:
         self.replace_base(weights)
         self._in_flight: dict[int, InFlight] = {}
         self._gradients: dict[int, Leaves] = {}
+        self._joined: dict[int, JoinedLeaves] = {}  # by place, until it has another adapter
         self.lora: Leaves = {}
         self.constants: Leaves = {}
         self.sums: Leaves = {}
@@ -308,14 +254,6 @@ class StageState:
         first, arrays = replicate((adapter.first, {name: values[name] for name in names}), self.mesh)
         return self.programs.adapters.put(leaves, first, arrays)
 
-    @property
-    def all_leaves(self) -> Leaves:
-        """The leaves of all adapters on this stage, with what their kinds prepare."""
-        trained = self.lora | self.constants
-        if not self.programs.columns.prepared:  # most kinds: nothing to look up in every pass
-            return trained
-        return trained | self._prepared.read(self._specs, trained, self.blocks, self.positions, self.places)
-
     def adapter(self, index: int) -> Leaves:
         """Copies one adapter's leaves. Later steps do not change the copy."""
         return self.programs.adapters.take(*self._where(index), self.lora | self.constants)
@@ -330,7 +268,11 @@ class StageState:
 
     def joined(self, index: int) -> JoinedLeaves:
         """Returns the vectors in which an adapter's gradient and optimizer state are."""
-        return self.programs.adapters.joined(self.own_columns[index], self.settings[index].optim, self.lora)
+        if index not in self._joined:
+            self._joined[index] = self.programs.adapters.joined(
+                self.own_columns[index], self.settings[index].optim, self.lora
+            )
+        return self._joined[index]
 
     def all_joined(self, index: int) -> JoinedLeaves:
         """Returns the vectors of `copy_state`."""
@@ -374,6 +316,7 @@ class StageState:
         columns = lv.own_columns(trained, index, spec)
         self.own_columns = [*self.own_columns[:index], columns, *self.own_columns[index + 1 :]]
         self.vacant -= {index}
+        self._joined.pop(index, None)
         self._prepared.mark(index)
 
     def write(

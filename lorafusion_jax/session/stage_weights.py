@@ -5,8 +5,9 @@ D model width · V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,30 +20,31 @@ from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.session.leaves import LAYERS
 from pallas_kernels.frozen_weight import FrozenWeight
 
-Weights = dict[str, FrozenWeight]  # "self_attn.q_proj.kernel" -> [K, N]
+Weights = Mapping[str, FrozenWeight]  # "self_attn.q_proj.kernel" -> [K, N]
 StoredWeights = Mapping[str, Weight]  # the same names; a quantised kernel is a dictionary of its arrays
 
 
-@jax.tree_util.register_pytree_node_class
-class LayerWeights(dict[str, Any]):
+# A registered dataclass, because jax flattens it without a call of Python: every pass flattens all layers' weights.
+@partial(jax.tree_util.register_dataclass, data_fields=("by_name",), meta_fields=("layer_kind",))
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights(Mapping[str, Any]):
     """Weights of a layer or half layer by name. The kind of the layer is static, so each kind has its own programs.
 
     Args:
         layer_kind: index of the layer's description in `ModelConfig.kinds`.
     """
 
-    def __init__(self, weights: Mapping[str, Any], layer_kind: int = 0):
-        super().__init__(weights)
-        self.layer_kind = layer_kind
+    by_name: dict[str, Any]
+    layer_kind: int = 0
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[int, tuple[str, ...]]]:
-        names = tuple(sorted(self))
-        return tuple(self[name] for name in names), (self.layer_kind, names)
+    def __getitem__(self, name: str) -> Any:
+        return self.by_name[name]
 
-    @classmethod
-    def tree_unflatten(cls, static: tuple[int, tuple[str, ...]], weights: tuple[Any, ...]) -> LayerWeights:
-        kind, names = static
-        return cls(dict(zip(names, weights, strict=True)), kind)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.by_name)
+
+    def __len__(self) -> int:
+        return len(self.by_name)
 
 
 def layer_kind(weights: Mapping[str, Any]) -> int:

@@ -7,12 +7,13 @@ its last good weights.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from lorafusion_jax.objective.batch import finished_metrics
 from lorafusion_jax.report.events import AdapterFailed, Listener, StepTaken
-from lorafusion_jax.session.executor import Executor, StepResult
+from lorafusion_jax.session.batch_end import BatchEnds, StepResult
+from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.task import Task
 
 
@@ -45,6 +46,7 @@ class Steps:
     """Issues steps and reports their results to a listener, in the order of issue.
 
     Args:
+        ends: steps adapters whose global batches are closed.
         tasks: by name, as the session keeps them.
 
     Attributes:
@@ -53,8 +55,8 @@ class Steps:
         num_issued: number of all steps.
     """
 
-    def __init__(self, executor: Executor, tasks: Mapping[str, Task]):
-        self._executor, self._tasks = executor, tasks
+    def __init__(self, executor: Executor, ends: BatchEnds, tasks: Mapping[str, Task]):
+        self._executor, self._ends, self._tasks = executor, ends, tasks
         self.listener: Listener = lambda event: None
         self.hooks = StepHooks()
         self._issued: deque[_Issued] = deque()
@@ -64,7 +66,7 @@ class Steps:
         """Issues the step of an adapter whose global batch ends in a slot; see `settle`."""
         task = self._tasks[name]
         step = task.step + self.num_waiting(name) + 1
-        result = self._executor.step(name, task.source.hyper(step))
+        result = self._ends.step(name, task.source.hyper(step))
         self.num_issued += 1
         self._issued.append(_Issued(task=task, step=step, slots_done=slot + 1, result=result))
         if self.hooks.is_urgent(name, step):
@@ -79,9 +81,11 @@ class Steps:
         """Number of steps of an adapter whose results were not read yet."""
         return sum(issued.task.name == name for issued in self._issued)
 
-    def failed(self) -> frozenset[str]:
-        """Adapters that have failed."""
-        return frozenset(name for name, task in self._tasks.items() if task.status == "failed")
+    def failed(self, names: Iterable[str] | None = None) -> frozenset[str]:
+        """Returns those of some adapters that have failed (None: of all)."""
+        tasks = self._tasks
+        names = tasks if names is None else names
+        return frozenset(name for name in names if name in tasks and tasks[name].status == "failed")
 
     def read(self, slots_done: int) -> None:
         """Reads the results of the steps in the first `slots_done` slots, which are done."""
@@ -99,7 +103,7 @@ class Steps:
             return
         with self._executor.blaming(None, issued.slots_done - 1, [task.name]):
             loss, norm = result.loss, result.grad_norm
-            metrics = result.metrics if task.chosen.objective.metrics else {}
+            metrics = finished_metrics(task.chosen, result.metrics) if task.chosen.objective.metrics else {}
         if not result.healthy:
             self._fail(issued)
             return
@@ -116,7 +120,7 @@ class Steps:
                 grad_norm=norm,
                 lr=float(task.source.hyper(issued.step).lr),
                 loss_tokens=task.source.num_loss_tokens(issued.step),
-                metrics={**finished_metrics(task.chosen, metrics), **task.source.metrics(issued.step)},
+                metrics={**metrics, **task.source.metrics(issued.step)},
             )
         )
         self.hooks.on_step(task, issued.slots_done)
@@ -126,10 +130,10 @@ class Steps:
 
     def _fail(self, issued: _Issued) -> None:
         task = issued.task
-        self._executor.put_back(task.name, issued.result)
-        cause = self._executor.not_finite(task.name, issued.result) or self._loss_not_finite
+        self._ends.put_back(task.name, issued.result)
+        cause = self._ends.not_finite(task.name, issued.result) or self._loss_not_finite
         if task.source.judges_steps:
-            self._executor.revive(task.name)
+            self._ends.revive(task.name)
             task.source.end_step(issued.step, issued.result.grad_norm, refused=cause)
             return
         reason = f"{cause} at step {issued.step}, slot {issued.slots_done - 1}"

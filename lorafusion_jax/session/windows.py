@@ -82,7 +82,7 @@ class WindowPlanner:
                 pass
             self._calls.collect(wait=True)
             return 0
-        tasks = dict(session.tasks)
+        tasks, names = dict(session.tasks), [slot.adapters for slot in slots]
         before = {name: task.cursor for name, task in tasks.items() if task.cursor is not None}
         # A client's batch ends where it asks for an optimizer step, not where its rows of this window end.
         closed = [end for end in window.ends if tasks[end[1]].source.closes(end[2])]
@@ -92,7 +92,7 @@ class WindowPlanner:
         self._enter = lambda slot: self._calls.enter(slot, slots[slot - first], before)
         later = session.run(
             [event._replace(slot=first + event.slot) for event in events],
-            lambda slot: slots[slot - first],
+            lambda slot: names[slot - first],
             lambda slot: session.free_places.microbatch(session.assembler, slots[slot - first], tasks),
         )
         end = later[0].slot - first if later else len(slots)

@@ -19,7 +19,8 @@ class Hooks:
         finish: (adapter, slots done) exports an adapter that has ended, possibly in the background.
         keep_best: (adapter, slots done) exports the current weights of an adapter as its best ones.
         add: (new adapters, slots done) gives new adapters a place and initial weights. All programs compile again.
-        before_slot: (slot) called before a slot enters: may issue work that the devices run before it.
+        lacks_rows: (slot) whether rows of a slot are not drawn yet. Called before every slot of a run with rollouts.
+        draw_rows: (slot) draws them, at a drained slot.
         finished: reports exports and saves that were completed in the background.
         wants_revision: whether a request for another plan is pending. Called before every slot.
         revise: gives the job another plan from the drained slot `progress.slot` on and returns its changes; None if the
@@ -33,7 +34,6 @@ class Hooks:
     finish: Callable[[str, int], None]
     keep_best: Callable[[str, int], None] = lambda name, slots_done: None
     add: Callable[[Sequence[str], int], None] = lambda names, slots_done: None
-    before_slot: Callable[[int], None] = lambda slot: None
     lacks_rows: Callable[[int], bool] = lambda slot: False
     draw_rows: Callable[[int], None] = lambda slot: None
     finished: Callable[[], None] = lambda: None

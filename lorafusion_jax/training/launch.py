@@ -32,7 +32,7 @@ from lorafusion_jax.report.events import (
     fan_out,
 )
 from lorafusion_jax.session.ahead import Ahead, compile_ahead
-from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.assembler import Batches
 from lorafusion_jax.session.compiles import CompileCounter
 from lorafusion_jax.session.processes import barrier, is_alone, is_first
 from lorafusion_jax.session.reading import BASE

@@ -18,7 +18,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.planning.pauses import FIRST_SAVE_MINUTES, evaluations
 from lorafusion_jax.planning.turns import NextUses
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
-from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.assembler import Batches
 from lorafusion_jax.session.loop import SlotHooks
 from lorafusion_jax.session.processes import any_process, is_alone
 from lorafusion_jax.session.release import release_unused
@@ -44,6 +44,7 @@ class PlanTables:
     Attributes:
         batches: microbatches of the slots.
         slot_tokens: real tokens of every adapter in every slot.
+        slot_adapters: adapters with rows in every slot.
         slot_rows: rows that every slot computes, of all replicas.
         last_slot: in which each adapter takes its last step; -1: none.
         next_uses: when adapters are needed.
@@ -63,6 +64,7 @@ class PlanTables:
     def _count(self) -> None:
         plan, prepared = self._job.plan, self._job.prepared
         self.slot_tokens = slot_tokens(plan, prepared)
+        self.slot_adapters = [tuple(tokens) for tokens in self.slot_tokens]
         self.next_uses = NextUses(self.slot_tokens)
         self.slot_rows = [
             rows * len(slot.replicas) for slot, rows in zip(plan.slots, plan.slot_capacities, strict=True)
@@ -119,11 +121,9 @@ class PlanRun:
         session.steps.listener = emit
         session.steps.hooks = StepHooks(is_urgent=self._is_urgent, on_step=self._evaluate_if_due, on_end=self._end)
         session.loop.hooks = SlotHooks(
-            must_pause=lambda slot: self._pause_due(slot) or hooks.lacks_rows(slot) or self._lacks_places(slot),
-            on_entry=hooks.before_slot,
-            on_done=self._count_slots,
-            on_read=self._log_progress,
+            must_pause=self._must_pause, on_done=self._count_slots, on_read=self._log_progress
         )
+        self._is_alone = is_alone()
         self._steps_saved = session.steps.num_issued  # before the last save
         self._start_plan()
         self._seconds_before = progress.seconds  # of earlier processes of this run
@@ -177,6 +177,7 @@ class PlanRun:
     def _start_plan(self) -> None:
         """Continues with the job's plan, which is equal to the one before in all slots that are done."""
         self._progress.plan = self._job.plan.digest
+        self._has_rollouts = any(data.rollout is not None for data in self._job.prepared.adapters.values())
         self._meter.replan(self._tables.slot_tokens, self._tables.slot_rows, self._tables.last_slot)
         for name in self._session.steps.failed():
             self._meter.drop(name, self._progress.slot)
@@ -208,11 +209,11 @@ class PlanRun:
         """Issues events in order until a pause is due. Returns the events of slots that did not enter."""
         self._session.send_ahead(self._tables.next_uses, todo[0].slot)
         while True:
-            todo = self._session.run(todo, self._job.plan.slots.__getitem__, self._tables.batches.of)
+            todo = self._session.run(todo, self._tables.slot_adapters.__getitem__, self._tables.batches.of)
             if not todo or self._pause_due(slot := todo[0].slot):
                 return todo
             lacks_places = self._lacks_places(slot)
-            if not lacks_places and not self._hooks.lacks_rows(slot):
+            if not lacks_places and not self._lacks_rows(slot):
                 return todo
             if lacks_places:
                 self._session.take_places(self._tables.next_uses, slot)
@@ -222,8 +223,14 @@ class PlanRun:
             with self._meter.paused(SAMPLING):
                 self._hooks.draw_rows(slot)
 
+    def _must_pause(self, slot: int) -> bool:
+        return self._pause_due(slot) or self._lacks_rows(slot) or self._lacks_places(slot)
+
+    def _lacks_rows(self, slot: int) -> bool:
+        return self._has_rollouts and self._hooks.lacks_rows(slot)
+
     def _lacks_places(self, slot: int) -> bool:
-        return not self._session.holds(self._tables.slot_tokens[slot])
+        return self._session.is_paged and not self._session.holds(self._tables.slot_adapters[slot])
 
     def _count_slots(self, slots: list[int]) -> None:
         self._meter.slots_done(slots)
@@ -306,7 +313,9 @@ class PlanRun:
         if (minutes := save.every_minutes) is not None:
             minutes = minutes if self._saves else min(minutes, FIRST_SAVE_MINUTES)
             is_asked |= time.monotonic() - self._saved_at > 60 * minutes
-        return any_process(is_asked) if slot % ASK_EVERY == 0 or is_alone() else False
+        if self._is_alone:
+            return is_asked
+        return any_process(is_asked) if slot % ASK_EVERY == 0 else False
 
     def _save_state(self, *, wait: bool = False) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds

@@ -20,10 +20,10 @@ from lorafusion_jax.planning.prediction import better_layout, measured_with
 from lorafusion_jax.planning.rebalance import Moved
 from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.report.events import Listener, PhaseBegun
+from lorafusion_jax.session.assembler import Batches, Load
 from lorafusion_jax.session.base import check_mesh, device_bytes, load_stages
-from lorafusion_jax.session.batches import Batches
 from lorafusion_jax.session.executor import Executor
-from lorafusion_jax.session.profile import Load, profile_stages
+from lorafusion_jax.session.profile import profile_stages
 from scheduling import CostModel, Plan, StageCost
 
 
@@ -65,7 +65,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
     lora = stages[0].first_lora()
     for stage in stages:
         stage.start(lora)
-    executor = Executor(stages, [spec.name for spec in specs])
+    executor = Executor(stages)
     batches = Batches.of_job(config, prepared, plan, executor.local_replicas)
     phase("compiling")
     executor.warm_up(batches.empty())

@@ -122,7 +122,7 @@ class _Joining:
 
 
 class JoiningReferences:
-    """Computes references of adapters before they join."""
+    """Computes references of adapters before they join. Takes part in the loop only while a request waits."""
 
     def __init__(self, session: Session, listener: Listener):
         self._session, self._emit = session, listener
@@ -154,6 +154,7 @@ class JoiningReferences:
             self._joining[request] = joining = self._joining_of(new, prepared)
             if is_alone():
                 joining.opened = self._thread.submit(joining.open)
+            self._follow_slots()
             self._emit(PhaseBegun(text=f"preparing the references of {', '.join(joining.names)}"))
             return None
         if joining.failed is not None:
@@ -177,13 +178,18 @@ class JoiningReferences:
             if joining is None or joining.source != source or not joining.opened.done():
                 self._session.references.drop(request)
                 self._joining[request] = self._opened_by_all(config, joining, rows, source)
+        self._follow_slots()
 
     def drop(self, request: str) -> None:
         """Forgets a request."""
         self._joining.pop(request, None)
         self._session.references.drop(request)
+        self._follow_slots()
 
-    def step(self, slot: int) -> None:
+    def _follow_slots(self) -> None:
+        self._session.loop.hooks.on_entry = self._step if self._joining else None
+
+    def _step(self, slot: int) -> None:
         """Issues a microbatch of the oldest request whose passes are compiled."""
         self._slot = slot
         for request, joining in self._joining.items():

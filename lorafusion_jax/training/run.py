@@ -158,7 +158,6 @@ class Run:
             finish=self._export,
             keep_best=self._export_best,
             add=self._add_adapters,
-            before_slot=self._joining.step,
             finished=self._queue.poll,
             wants_revision=self._revisions.has_requests,
             revise=self._revisions.revise,

@@ -86,7 +86,7 @@ class WatchedSession:
 
         session.take_data(self._job.config, self._job.prepared, progress.adapters)
         first = self._weights()
-        session.executor.before_step = before_step
+        session.batch_ends.before_step = before_step
         hooks = Hooks(save=lambda wait: None, evaluate=lambda *_: None, finish=lambda *_: None)
         PlanRun(self._job, session, progress, emit, hooks).run()
         losses += [np.nan] * (len(gradients) - len(losses))  # of a step that was refused

@@ -99,7 +99,7 @@ class Result:
 
 
 class QuickExecutor:
-    """As `Executor`; whatever is issued is done at once.
+    """As `Executor` and `BatchEnds`; whatever is issued is done at once.
 
     Attributes:
         sick: adapter → the weight before a step that is not finite.
@@ -140,7 +140,7 @@ class QuickExecutor:
     def wait_all(self) -> None:
         assert not self._rows
 
-    def close_batch(self, event: Event, adapter: str) -> bool:
+    def close(self, event: Event, adapter: str) -> bool:
         return event.stage == 0  # the last that closes it
 
     def step(self, adapter: str, numbers: Any) -> Result:
@@ -184,11 +184,11 @@ class QuickSession:
         self.executor = QuickExecutor(config.mesh.stages, config.mesh.replicas)
         self.tasks, self.index = tasks_of(config, prepared), dict(stack_of(config).index)
         self.assembler = Assembler(config.batch.tile_tokens, self.executor.local_replicas, self.index)
-        self.steps = Steps(self.executor, self.tasks)  # type: ignore[arg-type]
-        self.loop = Loop(self.executor, self.steps, self.index)  # type: ignore[arg-type]
+        self.steps = Steps(self.executor, self.executor, self.tasks)  # type: ignore[arg-type]
+        self.loop = Loop(self.executor, self.executor, self.steps, self.index)  # type: ignore[arg-type]
         self.run, self.drain = self.loop.run, self.loop.drain
         self.references = ReferenceQueue(self.executor)  # type: ignore[arg-type]
-        self.spans = QuickSpans()
+        self.spans, self.is_paged = QuickSpans(), False
         self.reading = SimpleNamespace(
             from_cache=False, take_notices=lambda: [], wait_stored=lambda timeout: True, times=(0.0, 0.0)
         )

@@ -106,11 +106,12 @@ def step(two, grads, alive=(True, True)):
     law, optim = adapter_spec(configs[0]), configs[0].optim
     columns, window = own_columns(programs.columns.trained, 0, law), place_of(programs.columns.trained, 0, law)
     optimizer = programs.adapters.init_optimizer(columns, optim, window, lora)
+    joined = programs.adapters.joined(columns, optim, lora)
     losses = {"loss": jnp.array([[1.0, 2.0]])}
-    closed = programs.adapters.close_batch(columns, optim, window, copy(grads), losses, jnp.array(alive))
+    closed = programs.adapters.close_batch(columns, joined, window, copy(grads), losses, jnp.array(alive))
     gradient, summary, bad, sums, totals = closed
     after, optimizer, alive, *_ = programs.adapters.step(
-        columns, optim, window, copy(lora), gradient, optimizer, jnp.array(alive), [summary], hyper(optim, 1e-2)
+        columns, joined, optim, window, copy(lora), gradient, optimizer, jnp.array(alive), [summary], hyper(optim, 1e-2)
     )
     return after, sums, totals["loss"], optimizer, alive, summary, bad
 

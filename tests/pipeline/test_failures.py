@@ -18,7 +18,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.session import AdapterState
-from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.assembler import Batches
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.training import RunFolder, resume, train
 
@@ -67,7 +67,7 @@ def late_slot(plan) -> int:
 
 
 def adapters_of(plan, slot: int) -> str:
-    return ", ".join(dict.fromkeys(ref.adapter for ref in plan.slots[slot].samples))
+    return ", ".join(plan.slots[slot].adapters)
 
 
 def assert_goes_on(run, whole) -> None:

@@ -60,20 +60,20 @@ def test_other_failures_are_those_of_a_device(text):
 
 def test_a_lost_connection_is_known_in_whatever_it_comes():
     """Gathering arrays of several processes raises a ValueError with the transport's words."""
-    with pytest.raises(RunError, match=r"process-lost.*noticed between slots"), Executor([], []).blaming(None, None):
+    with pytest.raises(RunError, match=r"process-lost.*noticed between slots"), Executor([]).blaming(None, None):
         raise ValueError(GLOO)
 
 
 def test_what_is_described_already_is_not_described_again():
     described = stage_failed(jax.errors.JaxRuntimeError(HEARTBEAT), 0, 3, ["law"])
-    with pytest.raises(RunError) as caught, Executor([], []).blaming(None, None):
+    with pytest.raises(RunError) as caught, Executor([]).blaming(None, None):
         raise described
     assert caught.value is described
 
 
 @pytest.mark.parametrize("problem", [ValueError("a bug"), KeyError("law")])
 def test_a_bug_stays_what_it_is(problem):
-    with pytest.raises(type(problem)) as caught, Executor([], []).blaming(0, 3):
+    with pytest.raises(type(problem)) as caught, Executor([]).blaming(0, 3):
         raise problem
     assert caught.value is problem
 
@@ -84,7 +84,7 @@ def test_a_bug_in_a_stage_ends_the_command():
     def fail(stage: SimpleNamespace) -> None:
         raise error
 
-    error, run = KeyError("a bug"), Executor([SimpleNamespace(remat="nothing", mesh=None)], [])
+    error, run = KeyError("a bug"), Executor([SimpleNamespace(remat="nothing", mesh=None)])
     with pytest.raises(KeyError) as caught, run.blaming(None, None):
         run.read_all(fail)
     assert caught.value is error

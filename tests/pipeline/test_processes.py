@@ -27,6 +27,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import read_joining
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.session import executor
+from lorafusion_jax.session.batch_end import BatchEnds
 from lorafusion_jax.session.processes import LEAVE_S
 from lorafusion_jax.training import RunFolder, resume, train
 from scheduling.pipeline import Event
@@ -438,9 +439,10 @@ def test_processes_offer_their_programs_in_one_order(monkeypatch):
             return SimpleNamespace(squares=None), None
 
     monkeypatch.setattr(executor, "is_alone", lambda: False)
-    run = executor.Executor([Slow(0), Slow(1)], ["law", "med"])
+    run = executor.Executor([Slow(0), Slow(1)])
+    ends = BatchEnds(run, {"law": 0, "med": 1})
     issued = [(stage, adapter) for adapter in ("law", "med") for stage in (0, 1)]
     for stage, adapter in issued:
-        run.close_batch(Event("update", stage, slot=0), adapter)
+        ends.close(Event("update", stage, slot=0), adapter)
     run.wait_dispatched()
     assert [(stage, ["law", "med"][number]) for stage, number in order] == issued

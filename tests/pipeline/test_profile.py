@@ -16,8 +16,8 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.session import dry_runs, profile
+from lorafusion_jax.session.assembler import Batches
 from lorafusion_jax.session.base import load_stages
-from lorafusion_jax.session.batches import Batches
 from lorafusion_jax.session.dry_runs import time_passes
 from lorafusion_jax.session.move import to_stage, transfer
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.assembler import Batches
 from lorafusion_jax.session.stage import Stage
 
 SICK = 0  # place of the sick adapter of two
