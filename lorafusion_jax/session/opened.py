@@ -30,15 +30,12 @@ from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.facts import Facts
 from lorafusion_jax.session.first_weights import starting_weights, starts_from_base
 from lorafusion_jax.session.free_places import FreePlaces
+from lorafusion_jax.session.judges import Judge
 from lorafusion_jax.session.loop import Loop
 from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.places import PlaceWriter
 from lorafusion_jax.session.reading import Reading, Times, load_and_compile
-from lorafusion_jax.session.references import (
-    Judge,
-    ReferenceQueue,
-    RolloutReference,
-)  # fmt: skip
+from lorafusion_jax.session.references import ReferenceQueue, RolloutReference
 from lorafusion_jax.session.snapshot import Snapshot, Snapshots
 from lorafusion_jax.session.spans import Spans
 from lorafusion_jax.session.state import load_states

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,8 @@ from lorafusion_jax.data.references import STATES, SetReferences, sets_of
 from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.objective.choose import choose
 from lorafusion_jax.objective.protocol import DIVERGENCE
 from lorafusion_jax.peft.folder import Arrays, read_described
-from lorafusion_jax.peft.leaves import HEAD
 from lorafusion_jax.report.format import count
 from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, refs_of_set, teacher_state
 from lorafusion_jax.session.base import stages_for
@@ -45,7 +43,8 @@ from scheduling import SampleRef
 BASE_ALONE = -1  # place of rows without an adapter
 
 
-def _unchanged(rows: Microbatch) -> Microbatch:
+def unchanged(rows: Microbatch) -> Microbatch:
+    """Describes no adapters in places: there are none."""
     return rows
 
 
@@ -229,7 +228,7 @@ def reference_passes(
     prepared: Prepared,
     stages: Sequence[AnyStage],
     names: Sequence[str],
-    describe: Callable[[Microbatch], Microbatch] = _unchanged,
+    describe: Callable[[Microbatch], Microbatch] = unchanged,
 ) -> Iterator[SetPass]:
     """Yields the passes that compute the references of some adapters.
 
@@ -249,7 +248,7 @@ def reference_passes(
             position = places[reference.name]
         elif reference.kind == "folder":
             teacher_stages, position = _stages_of_folder(config, config.adapter(name), stages, reference), 0
-            describes = _unchanged
+            describes = unchanged
         teacher_config = config.model_copy(update={"adapters": (config.adapter(name),)})
         state = teacher_state(teacher_config)
         for key, samples in sets_of(prepared.adapters[name]).items():
@@ -302,37 +301,8 @@ class RolloutReference:
             config: with the adapter alone.
             describe: of the stages that train.
         """
-        position, describes = (BASE_ALONE, describe) if self.is_base else (0, _unchanged)
+        position, describes = (BASE_ALONE, describe) if self.is_base else (0, unchanged)
         return pass_over_batch(config, samples, stages=self.stages, position=position, describe=describes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
-    """A reward adapter that scores answers.
-
-    Attributes:
-        stages: that hold it.
-        position: its place on them.
-        head_D: of the last stage.
-        describe: of the stages.
-    """
-
-    stages: Sequence[AnyStage]
-    position: int
-    head_D: np.ndarray
-    describe: Callable[[Microbatch], Microbatch] = _unchanged
-
-    def pass_over(self, config: JobConfig, samples: TokenizedSet) -> SetPass:
-        """Returns the pass that computes the final-normed state of the last token of each answer.
-
-        Args:
-            config: with the adapter that sampled alone.
-        """
-        parts = next(iter(local_stages(self.stages).values())).parts
-        state = State(parts.model.hidden_size, np.dtype(parts.dtype))
-        return pass_over_batch(
-            config, samples, stages=self.stages, position=self.position, describe=self.describe, state=state
-        )
 
 
 def pass_over_batch(
@@ -341,7 +311,7 @@ def pass_over_batch(
     *,
     stages: Sequence[AnyStage],
     position: int,
-    describe: Callable[[Microbatch], Microbatch] = _unchanged,
+    describe: Callable[[Microbatch], Microbatch] = unchanged,
     state: State | None = None,
 ) -> SetPass:
     """Returns a pass over a batch, in microbatches of one shape for all batches of its size.
@@ -364,32 +334,6 @@ def pass_over_batch(
         describe=describe,
         of_ends=state is not None,
     )
-
-
-def judge_of_folder(config: JobConfig, stages: Sequence[AnyStage], folder: str) -> Judge:
-    """Opens a PEFT folder that the objective `reward` trained.
-
-    Args:
-        config: with the adapter that sampled alone.
-
-    Raises:
-        CheckpointError: the folder cannot be read, has no score, or belongs to another base.
-    """
-    (adapter,) = config.adapters
-    described, arrays = read_described(Path(config.directory) / folder, head=choose("reward", {}).head)
-    ((head_D1,)) = arrays[HEAD]
-    weights = {path: tensors for path, tensors in arrays.items() if path != HEAD}
-    spec = replace(described.spec, head=None)
-    return Judge(
-        stages=_stages_with(config, adapter, stages, spec, weights), position=0, head_D=np.asarray(head_D1)[:, 0]
-    )
-
-
-def judge_in_place(stages: Sequence[AnyStage], place: int, describe: Callable[[Microbatch], Microbatch]) -> Judge:
-    """Returns a reward adapter of the run, with the head that it has now."""
-    leaves = local_stages(stages)[len(stages) - 1].adapter(place)
-    (head,) = (leaf for name, leaf in leaves.items() if name.startswith(f"{HEAD}."))
-    return Judge(stages=stages, position=place, head_D=np.asarray(head, np.float64).reshape(-1), describe=describe)
 
 
 def rollout_reference(config: JobConfig, stages: Sequence[AnyStage]) -> RolloutReference:
@@ -461,12 +405,13 @@ def _stages_of_folder(
     config: JobConfig, adapter: AdapterConfig, stages: Sequence[AnyStage], reference: ReferenceWeights
 ) -> list[AnyStage]:
     """Returns stages on the same base whose only adapter is that of a PEFT folder."""
-    return _stages_with(config, adapter, stages, *read_reference_folder(config, reference))
+    return stages_with(config, adapter, stages, *read_reference_folder(config, reference))
 
 
-def _stages_with(
+def stages_with(
     config: JobConfig, adapter: AdapterConfig, stages: Sequence[AnyStage], spec: AdapterSpec, arrays: Arrays
 ) -> list[AnyStage]:
+    """Returns stages on the same base whose only adapter has these weights."""
     folder_config = without_places(config.model_copy(update={"adapters": (adapter,)}))
     folder_stages = stages_for(stages, folder_config, [spec])
     local = list(local_stages(folder_stages).values())
