@@ -56,10 +56,8 @@ def command(
     """
     from lorafusion_jax.checkpoint.base_model import base_directory
     from lorafusion_jax.checkpoint.folder import RunFolder
-    from lorafusion_jax.config.specs import adapter_spec
     from lorafusion_jax.families.model import ModelConfig
     from lorafusion_jax.families.multimodal import auto_class
-    from lorafusion_jax.peft.leaves import exported_spec
 
     folder = RunFolder(run)
     config = folder.read_config()
@@ -96,26 +94,32 @@ def command(
             upload(targets[name], f"{push}-{name}" if all_adapters else push)
     if len(sources) > MOST_LINES:
         say(console, f"exported {len(sources)} adapters: {to}/NAME, each read again")
-    if not merge:
-        specs = {name: exported_spec(adapter_spec(config.adapter(name))) for name in sources}
-        base = config.base.hub_id or str(config.base.model)
-        named = [*sources] if len(sources) <= MOST_LINES else [*sources][:MOST_COMMANDS]
-        folders = {name: (specs[name], targets[name]) for name in named}
-        model_type = type_of(base_if_here(config))
-        lines = commands(base, folders, model_type)[:MOST_COMMANDS]
-        reasons = {name: why_not_in_vllm(specs[name], model_type) for name in named}
-        lines += [f"no command of vLLM for {name}: {why}" for name, why in reasons.items() if why][:MOST_COMMANDS]
-        for line in lines:
-            console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
-    first = next(iter(sources), "")
     if merge:
         wrapper = ModelConfig.from_hf(base_directory(config)).wrapper
         load = f"from transformers import {auto_class(wrapper)} as M; M.from_pretrained('{to}')"
         next_command(console, f'python -c "{load}"')
-    elif all_adapters:
+        return
+    _show_servers(console, config, targets)
+    if all_adapters:
         next_command(console, f"lorafusion generate {run} 'a prompt'")
     else:
-        next_command(console, f"lorafusion export {run} {first} --merge --to {to}-merged")
+        next_command(console, f"lorafusion export {run} {adapter} --merge --to {to}-merged")
+
+
+def _show_servers(console: Console, config: JobConfig, targets: Mapping[str, Path]) -> None:
+    """Prints the commands that serve the folders of these adapters, or why a server does not take them."""
+    from lorafusion_jax.config.specs import adapter_spec
+    from lorafusion_jax.peft.leaves import exported_spec
+
+    names = [*targets] if len(targets) <= MOST_LINES else [*targets][:MOST_COMMANDS]
+    specs = {name: exported_spec(adapter_spec(config.adapter(name))) for name in names}
+    model_type = type_of(base_if_here(config))
+    folders = {name: (specs[name], targets[name]) for name in names}
+    lines = commands(config.base.hub_id or str(config.base.model), folders, model_type)[:MOST_COMMANDS]
+    reasons = {name: why_not_in_vllm(specs[name], model_type) for name in names}
+    lines += [f"no command of vLLM for {name}: {why}" for name, why in reasons.items() if why][:MOST_COMMANDS]
+    for line in lines:
+        console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

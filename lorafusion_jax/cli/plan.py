@@ -23,6 +23,38 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 12  # of compared meshes
 
+# Options of predictions.
+PANEL = "Predictions"
+Device = Annotated[
+    Literal["h200", "h100", "a100-40gb", "a100", "l40s", "a6000", "rtx6000-ada", "cpu"] | None,
+    typer.Option(
+        help="device for predictions; default that of this machine, which the plan names", rich_help_panel=PANEL
+    ),
+]
+DeviceMemory = Annotated[
+    float | None, typer.Option(min=0, help="GiB per device; default by device", rich_help_panel=PANEL)
+]
+CostFile = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="measured costs, from lorafusion profile", rich_help_panel=PANEL),
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=1024, help="compare all meshes of so many devices, and sizes of microbatches", rich_help_panel=PANEL
+    ),
+]
+Processes = Annotated[
+    int, typer.Option(min=1, max=1024, help="processes of the run, one on each host", rich_help_panel=PANEL)
+]
+LinkGB = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="GB/s that a host sends to another; default by device", rich_help_panel=PANEL),
+]
+LinkMicroseconds = Annotated[
+    float | None, typer.Option(min=0, help="latency between hosts in µs; default 200", rich_help_panel=PANEL)
+]
+
 
 def command(
     jobs: JobFile,
@@ -30,44 +62,13 @@ def command(
     output: Annotated[Path | None, typer.Option("--out", "-o", "--output", help="write the plan here")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="compare with one adapter after another")] = False,
     timeline: Annotated[Path | None, typer.Option(help="draw the predicted timeline as an .html page")] = None,
-    device: Annotated[
-        Literal["h200", "h100", "a100-40gb", "a100", "l40s", "a6000", "rtx6000-ada", "cpu"] | None,
-        typer.Option(
-            help="device for predictions; default that of this machine, which the plan names",
-            rich_help_panel="Predictions",
-        ),
-    ] = None,
-    device_memory: Annotated[
-        float | None, typer.Option(min=0, help="GiB per device; default by device", rich_help_panel="Predictions")
-    ] = None,
-    cost_model: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="measured costs, from lorafusion profile", rich_help_panel="Predictions"
-        ),
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1024,
-            help="compare all meshes of so many devices, and sizes of microbatches",
-            rich_help_panel="Predictions",
-        ),
-    ] = None,
-    processes: Annotated[
-        int, typer.Option(min=1, max=1024, help="processes of the run, one on each host", rich_help_panel="Predictions")
-    ] = 1,
-    link_gb: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help="GB/s that a host sends to another; default by device", rich_help_panel="Predictions"
-        ),
-    ] = None,
-    link_us: Annotated[
-        float | None,
-        typer.Option(min=0, help="latency between hosts in µs; default 200", rich_help_panel="Predictions"),
-    ] = None,
+    device: Device = None,
+    device_memory: DeviceMemory = None,
+    cost_model: CostFile = None,
+    gpus: Gpus = None,
+    processes: Processes = 1,
+    link_gb: LinkGB = None,
+    link_us: LinkMicroseconds = None,
     as_json: Json = False,
 ) -> None:
     """Plans a run: rows, tokens, steps, microbatches, predicted times, memory per stage.

@@ -142,20 +142,14 @@ def find_layers(
     weight_names = {".".join((*scope, weight)) for scope, weight in noted}
     leaves = {number: name for number, name in leaf_names(variables).items() if name in weight_names}
     read = read_elsewhere(jaxpr, leaves)
-    times = Counter(layer.scope for layer in noted.values())
-    layers = [
-        replace(layer, path=(*layer.scope, layer.weight)) if times[layer.scope] > 1 else layer
-        for layer in noted.values()
-    ]
     tables = [shape for module, shapes in watched.values() if is_embedding(module) for shape in shapes.values()]
-    widths = [(layer.path, layer.out_features, bool(layer.stack)) for layer in layers]
-    head_paths = find_heads(widths, tables, heads)
-    layers = [replace(layer, is_head=layer.path in head_paths) for layer in layers]
+    layers = _named_layers([*noted.values()], tables, heads)
+    scopes = {layer.scope for layer in layers}
     others = [
         OtherModule(
             path=path,
             kind=type(module).__name__,
-            why=_why(module, list(left_out), problems.get(path), adapted=bool(times[path])),
+            why=_why(module, list(left_out), problems.get(path), adapted=path in scopes),
             is_table=_is_table(module, left_out),
         )
         for path, (module, shapes) in watched.items()
@@ -164,6 +158,19 @@ def find_layers(
     ]
     read_layers = frozenset(layer.name for layer in layers if ".".join((*layer.scope, layer.weight)) in read)
     return Ran(layers=layers, others=others, read=read_layers)
+
+
+def _named_layers(
+    layers: Sequence[LinenLayer], tables: Sequence[tuple[int, ...]], heads: Sequence[str] | None
+) -> list[LinenLayer]:
+    """Returns layers with the weight's name in their path where weights share a scope, and with the heads marked."""
+    times = Counter(layer.scope for layer in layers)
+    layers = [
+        replace(layer, path=(*layer.scope, layer.weight)) if times[layer.scope] > 1 else layer for layer in layers
+    ]
+    widths = [(layer.path, layer.out_features, bool(layer.stack)) for layer in layers]
+    head_paths = find_heads(widths, tables, heads)
+    return [replace(layer, is_head=layer.path in head_paths) for layer in layers]
 
 
 def _left_out(
