@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -19,15 +19,21 @@ from typing import Any, Protocol
 from sqlalchemy import select
 
 from lorafusion_jax.config.places import Places
-from lorafusion_jax.errors import ConfigError, install_line
 from lorafusion_jax.serve.control.child import Answer, Child
 from lorafusion_jax.serve.control.completions import Completions
 from lorafusion_jax.serve.control.daily_copy import DailyCopy
 from lorafusion_jax.serve.control.hub import Connection, Hub
-from lorafusion_jax.serve.control.launch import Launcher, LocalLauncher
+from lorafusion_jax.serve.control.launch import Launcher, make_launcher
 from lorafusion_jax.serve.control.pace import Pace
 from lorafusion_jax.serve.control.publish import deliveries
-from lorafusion_jax.serve.control.scheduler import GROUP, Configuration, OneSession, Scheduler, plan_of_row
+from lorafusion_jax.serve.control.scheduler import (
+    GROUP,
+    Configuration,
+    Scheduler,
+    jobs_tried_alone,
+    make_scheduler,
+    plan_of_row,
+)
 from lorafusion_jax.serve.control.session import Session, SessionPlan
 from lorafusion_jax.serve.control.spec import job_values, kind_of, stream_values
 from lorafusion_jax.serve.control.sweep import Sweeper
@@ -471,55 +477,8 @@ class Controller:
             self._sessions[source.group].started()
 
 
-def make_scheduler(settings: Settings) -> Scheduler:
-    """Returns the scheduler that the settings name."""
-    if settings.policy == ONE_SESSION:
-        return OneSession(settings)
-    from lorafusion_jax.serve.control.policy_scheduler import PolicyScheduler  # imports take a while
-
-    return PolicyScheduler(settings, settings.policy)
-
-
-def make_launcher(settings: Settings, server: str) -> Launcher:
-    """Returns what starts workers: this machine, or a Ray cluster.
-
-    Args:
-        server: where workers connect.
-
-    Raises:
-        ConfigError: `serve.ray`, the cluster cannot be used.
-    """
-    if settings.ray is None:
-        return LocalLauncher(server)
-    try:
-        from lorafusion_jax.serve.control.ray_launcher import RayLauncher
-
-        return RayLauncher(settings.ray, settings.home, settings.gpus)
-    except (ImportError, ConnectionError, RuntimeError, ValueError) as problem:
-        fix = f"{install_line('ray')}, and ray start --head on one node"
-        message = f"the Ray cluster {settings.ray} cannot be used."
-        raise ConfigError("serve.ray", message, why=str(problem).splitlines()[0], fix=fix) from None
-
-
 def _share_gpus(first: SessionPlan, second: SessionPlan) -> bool:
     return first.host == second.host and bool(set(first.gpus) & set(second.gpus))
-
-
-def jobs_tried_alone(rows: Sequence[Job], group: Mapping[str, str]) -> dict[str, str]:
-    """Session → the job that has it for itself now.
-
-    The worker of several jobs was lost twice, and one of them may be the reason. Each of them trains alone until it has
-    made some progress, so that only the one that ends its worker fails.
-
-    Args:
-        group: job → its session.
-    """
-    job_by_session: dict[str, Job] = {}
-    for job in filter(is_suspect, rows):
-        name = group.get(job["id"], "")
-        if name not in job_by_session or (job["state"] in ON_WORKER and job_by_session[name]["state"] not in ON_WORKER):
-            job_by_session[name] = job
-    return {name: job["id"] for name, job in job_by_session.items() if name}
 
 
 def _may_run(job: Job) -> bool:

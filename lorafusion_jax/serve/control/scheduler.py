@@ -10,8 +10,10 @@ from typing import Any, Protocol
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.serve.control.session import LOCAL, SessionPlan
 from lorafusion_jax.serve.control.shares import Shares
-from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.settings import ONE_SESSION, Settings
+from lorafusion_jax.serve.states import ON_WORKER
 from lorafusion_jax.serve.store.jobs import Job as Row
+from lorafusion_jax.serve.store.jobs import is_suspect
 from lorafusion_jax.serve.store.keys import Limits
 
 GROUP = "g0"
@@ -121,3 +123,29 @@ def plan_of_row(row: Mapping[str, Any]) -> SessionPlan:
         capacity_tokens=row["capacity"],
         host=row["host"] or LOCAL,
     )
+
+
+def make_scheduler(settings: Settings) -> Scheduler:
+    """Returns the scheduler that the settings name."""
+    if settings.policy == ONE_SESSION:
+        return OneSession(settings)
+    from lorafusion_jax.serve.control.policy_scheduler import PolicyScheduler  # imports take a while
+
+    return PolicyScheduler(settings, settings.policy)
+
+
+def jobs_tried_alone(rows: Sequence[Row], group: Mapping[str, str]) -> dict[str, str]:
+    """Session → the job that has it for itself now.
+
+    The worker of several jobs was lost twice, and one of them may be the reason. Each of them trains alone until it has
+    made some progress, so that only the one that ends its worker fails.
+
+    Args:
+        group: job → its session.
+    """
+    job_by_session: dict[str, Row] = {}
+    for job in filter(is_suspect, rows):
+        name = group.get(job["id"], "")
+        if name not in job_by_session or (job["state"] in ON_WORKER and job_by_session[name]["state"] not in ON_WORKER):
+            job_by_session[name] = job
+    return {name: job["id"] for name, job in job_by_session.items() if name}
