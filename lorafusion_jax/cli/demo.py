@@ -58,11 +58,11 @@ def command(
     return result.exit_code
 
 
-def _new_folder(wanted: Path) -> Path:
-    number, folder = 1, wanted
+def _new_folder(first_choice: Path) -> Path:
+    number, folder = 1, first_choice
     while folder.exists():
         number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
+        folder = first_choice.with_name(f"{first_choice.name}-{number}")
     return folder
 
 

@@ -140,7 +140,7 @@ def command(
         next_command(console, f"lorafusion chat {source}")
 
 
-def _row(generated: Any, others: dict[str, Any]) -> dict[str, Any]:
+def _row(generated: Any, more: dict[str, Any]) -> dict[str, Any]:
     return {
         "adapter": generated.adapter,
         "prompt": generated.prompt,
@@ -150,7 +150,7 @@ def _row(generated: Any, others: dict[str, Any]) -> dict[str, Any]:
         "end": generated.end,
         "end_token": generated.end_token,
         "end_logprob": generated.end_logprob,
-        **others,
+        **more,
     }
 
 

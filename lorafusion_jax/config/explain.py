@@ -53,21 +53,21 @@ def new_name(setting: str) -> str:
     return {dotted(earlier): dotted(later) for earlier, later in RENAMED.items()}.get(setting, setting)
 
 
-def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError:
+def unknown_key(source: Source, keys: Keys, known_keys: Iterable[str]) -> ConfigError:
     """Builds the error for an unknown key, with its new name or the nearest known key."""
     if keys in RENAMED:
         name = dotted(RENAMED[keys])
         return ConfigError(
             "config.renamed-key", f"'{dotted(keys)}' is now '{name}'.", where=source.where(keys), fix=f"write {name}"
         )
-    known = sorted(known)
+    known_keys = sorted(known_keys)
     return ConfigError(
         "config.unknown-key",
         f"unknown key '{dotted(keys)}'.",
         where=source.where(keys),
         fix=advice(str(keys[-1]))
-        or did_you_mean(str(keys[-1]), known, cutoff=0.5)
-        or f"known keys: {', '.join(known)}",
+        or did_you_mean(str(keys[-1]), known_keys, cutoff=0.5)
+        or f"known keys: {', '.join(known_keys)}",
     )
 
 

@@ -51,11 +51,11 @@ def names_differ(entries: Sequence[Entry], source: Source) -> list[LoraFusionErr
             )
         if len(same_names) > 1:
             (first, _), (second, keys) = same_names[:2]
-            same = f"two adapters are called '{first}'."
+            message = f"two adapters are called '{first}'."
             errors.append(
                 ConfigError(
                     "config.duplicate-name",
-                    same if first == second else f"'{first}' and '{second}' differ only in case.",
+                    message if first == second else f"'{first}' and '{second}' differ only in case.",
                     where=source.where(keys),
                     fix="give each adapter its own name",
                 )
@@ -177,13 +177,13 @@ def tokens_fit_objectives(valid: Sequence[tuple[Entry, schema.AdapterConfig]], s
 
 def rollouts_fit(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
     """Checks settings of adapters that sample their own rows."""
-    others = {adapter.name for _, adapter in valid}
+    names = {adapter.name for _, adapter in valid}
     folder = source.path.parent
     return [
         ConfigError(f"config.{keys[0]}", f"{adapter.name}: {wrong}", where=source.where((*entry.keys, *keys)), fix=fix)
         for entry, adapter in valid
         for keys, wrong, fix in (
-            *_rollout_problems(adapter, folder, others - {adapter.name}),
+            *_rollout_problems(adapter, folder, names - {adapter.name}),
             *_judge_problems(adapter, folder, {other.name: other for _, other in valid}),
             *_score_problems(adapter, folder),
         )
@@ -203,7 +203,7 @@ def _score_problems(adapter: schema.AdapterConfig, folder: Path) -> Iterator[tup
 
 
 def _rollout_problems(
-    adapter: schema.AdapterConfig, folder: Path, others: Collection[str]
+    adapter: schema.AdapterConfig, folder: Path, other_names: Collection[str]
 ) -> Iterator[tuple[Keys, str, str]]:
     """Yields key, problem and fix."""
     rollout, objective, fields = adapter.rollout, adapter.objective.chosen, type(adapter.rollout).model_fields
@@ -231,7 +231,7 @@ def _rollout_problems(
     if (rollout.tool is None) != (rollout.turns == 1):
         message = "turns above 1 need a tool, which speaks between them, and a tool needs turns above 1."
         yield ("rollout", "turns"), message, "rollout: {tool: FILE.py:function, turns: 4}"
-    if objective.compares and objective.reference in others:
+    if objective.compares and objective.reference in other_names:
         yield (
             ("objective", "reference"),
             "another adapter of the job is no reference of answers.",
@@ -355,10 +355,10 @@ def _unscaled(adapter: schema.AdapterConfig) -> list[str]:
     def factor(alpha: float, rslora: bool) -> float:
         return scale(alpha, lora.rank, rslora) if callable(scale) else scale
 
-    others = {"alpha": factor(2 * lora.alpha, lora.rslora), "rslora": factor(lora.alpha, not lora.rslora)}
+    factor_by_key = {"alpha": factor(2 * lora.alpha, lora.rslora), "rslora": factor(lora.alpha, not lora.rslora)}
     defaults = type(lora).model_fields
     set_keys = {key for key in lora.model_fields_set if getattr(lora, key) != defaults[key].default}
-    return [key for key, other in others.items() if key in set_keys and other == factor(lora.alpha, lora.rslora)]
+    return [key for key, other in factor_by_key.items() if key in set_keys and other == factor(lora.alpha, lora.rslora)]
 
 
 def _dropout_effect(chosen: Chosen) -> str:

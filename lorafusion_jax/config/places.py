@@ -74,30 +74,35 @@ class Places:
             by_class.setdefault(class_name(kind, rank), []).append(index)
         return by_class
 
-    def find(self, kind: str, rank: int, taken: Collection[int]) -> int | None:
+    def find(self, kind: str, rank: int, occupied: Collection[int]) -> int | None:
         """Returns the smallest free place that holds an adapter of a kind and rank; None if there is none."""
         places = enumerate(zip(self.ranks, self.kinds, strict=True))
         return next(
-            (p for p, (most, place_kind) in places if place_kind == kind and most >= rank and p not in taken), None
+            (
+                p
+                for p, (largest_rank, place_kind) in places
+                if place_kind == kind and largest_rank >= rank and p not in occupied
+            ),
+            None,
         )
 
-    def arrange(self, ranks: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
+    def arrange(self, ranks: Mapping[str, int], place_now: Mapping[str, int]) -> dict[str, int]:
         """Returns a place for each of some adapters, where all places are of their kind and some choice of places fits.
 
         Those that hold a place keep it, unless the others do not fit then.
 
         Args:
             ranks: of the adapters that need places.
-            held: places of adapters now; those of others are free.
+            place_now: places of adapters now; those of others are free.
 
         >>> Places(ranks=(4, 8), kinds=("lora", "lora")).arrange({"law": 4, "med": 8}, {"law": 1})
         {'med': 1, 'law': 0}
         """
-        index = {name: held[name] for name in ranks if name in held}
+        index = {name: place_now[name] for name in ranks if name in place_now}
         for name in sorted(ranks.keys() - index.keys(), key=lambda name: (-ranks[name], name)):
             place = self.find(self.kinds[0], ranks[name], index.values())
             if place is None:
-                assert held, "more adapters than places, or larger ones"
+                assert place_now, "more adapters than places, or larger ones"
                 return self.arrange(ranks, {})
             index[name] = place
         return index
@@ -121,8 +126,8 @@ class Places:
         if self.lacks_head(spec):
             names = ", ".join(head.name for head in self.heads)
             return f"the head of its objective is not among those of places, which are of {names} with default options"
-        if self.targets is not None and (others := sorted(set(spec.targets) - set(self.targets))):
-            return f"it adapts {', '.join(others)}, and the session was opened for {', '.join(self.targets)}"
+        if self.targets is not None and (missing_targets := sorted(set(spec.targets) - set(self.targets))):
+            return f"it adapts {', '.join(missing_targets)}, and the session was opened for {', '.join(self.targets)}"
         return "the session was opened without dropout" if spec.dropout and not self.dropout else ""
 
     def lacks_head(self, spec: AdapterSpec) -> bool:

@@ -162,21 +162,21 @@ def _cause(problem: Exception) -> str:
     return str(problem) if isinstance(problem, ValueError) else f"a value does not suit its tag ({problem})"
 
 
-def _count(node: yaml.Node | None, above: tuple[yaml.Node, ...], known: dict[int, int]) -> int:
+def _count(node: yaml.Node | None, above: tuple[yaml.Node, ...], count_by_node: dict[int, int]) -> int:
     """Counts the values below a node, with aliases counted at every use; visits each node once."""
     if not isinstance(node, yaml.CollectionNode):
         if isinstance(node, yaml.ScalarNode) and has_half_character(node.value):
             raise ValueError(f"line {node.start_mark.line + 1} has half a character (a lone surrogate)")
         return 1
-    if id(node) in known:
-        return known[id(node)]
+    if id(node) in count_by_node:
+        return count_by_node[id(node)]
     line = f"line {node.start_mark.line + 1}"
     if any(node is ancestor for ancestor in above):
         raise ValueError(f"the value of {line} contains itself")
     if len(above) >= DEEPEST:
         raise ValueError(f"{line} is nested more than {DEEPEST} deep")
     inner = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
-    known[id(node)] = total = 1 + sum(_count(part, (*above, node), known) for part in inner)
+    count_by_node[id(node)] = total = 1 + sum(_count(part, (*above, node), count_by_node) for part in inner)
     if total > MOST_VALUES:
         raise ValueError(f"the aliases below {line} stand for more than {MOST_VALUES} values")
     return total

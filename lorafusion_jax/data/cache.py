@@ -146,10 +146,10 @@ def _load_folder(folder: Path) -> tuple[dict[str, Any], dict] | None:
         os.utime(folder)
         report = head["report"]
         # Reading all of it notices damage, and the digest of a run's data is needed anyway.
-        same = TokenizedSet(**arrays, report=DataReport(**report)).digest == head["digest"]
+        is_intact = TokenizedSet(**arrays, report=DataReport(**report)).digest == head["digest"]
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
-    return (arrays, report) if same else None
+    return (arrays, report) if is_intact else None
 
 
 def _shrink_at_times(entry: Path) -> None:

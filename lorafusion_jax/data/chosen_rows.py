@@ -36,12 +36,12 @@ class ChosenRows:
         if values in self._by_values:
             return self._by_values[values]
         pairs = " and ".join(f"{column}: {value}" for column, value in zip(self._columns, values, strict=True))
-        known = [", ".join(str(value) for value in other) for other in self._by_values]
+        present = [", ".join(str(value) for value in other) for other in self._by_values]
         raise DataError(
             "data.where",
             f"no row of {self.raw.name} has {pairs}.",
             where=self.raw.name,
-            why=f"there are {first_few(known, SHOWN)}" if known else f"no row has {' and '.join(self._columns)}",
+            why=f"there are {first_few(present, SHOWN)}" if present else f"no row has {' and '.join(self._columns)}",
             fix="data.where with values of the rows",
         )
 

@@ -151,9 +151,9 @@ class _Text:
 
 def _cut_bytes(content: bytes) -> int:
     """Bytes of a character of UTF-8 at the end whose other bytes are missing."""
-    for back in range(1, min(len(content), 3) + 1):
-        byte = content[-back]
+    for bytes_back in range(1, min(len(content), 3) + 1):
+        byte = content[-bytes_back]
         if byte & 0xC0 != 0x80:  # where a character begins
             length = 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return back if length > back else 0
+            return bytes_back if length > bytes_back else 0
     return 0

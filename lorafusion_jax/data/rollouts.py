@@ -209,8 +209,8 @@ def _fitting(
     prompts: Mapping[int, PromptRow], adapter: AdapterConfig, rows: Rows
 ) -> tuple[dict[int, PromptRow], list[int]]:
     """Returns the prompts that leave room for an answer, and the numbers of the others."""
-    most = adapter.data.max_length - adapter.rollout.reserved_tokens
-    long = [number for number, entry in prompts.items() if len(entry.tokens) > most]
+    most_tokens = adapter.data.max_length - adapter.rollout.reserved_tokens
+    long = [number for number, entry in prompts.items() if len(entry.tokens) > most_tokens]
     if long and (adapter.data.on_long == "error" or len(long) == len(prompts)):
         why = f"it has {len(prompts[long[0]].tokens)} tokens, and the longest answer {adapter.rollout.reserved_tokens}"
         raise rows.refuse(

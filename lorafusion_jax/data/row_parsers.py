@@ -117,7 +117,7 @@ def _history(row: dict, columns: dict[str, str]) -> list[dict]:
     return messages
 
 
-def _json_column(row: dict, columns: dict[str, str], role: str, kind: type, wanted: str) -> Any:
+def _json_column(row: dict, columns: dict[str, str], role: str, kind: type, type_wanted: str) -> Any:
     """Reads a column that holds a list or an object, possibly as JSON text. Returns None if it is empty."""
     value = row.get(columns[role]) if role in columns else None
     if isinstance(value, str) and value.strip():
@@ -128,7 +128,7 @@ def _json_column(row: dict, columns: dict[str, str], role: str, kind: type, want
     if value is None or value == "" or (isinstance(value, str) and not value.strip()):
         return None
     if not isinstance(value, kind):
-        raise BadRow("data.bad-column", f"'{columns[role]}' is {type_name(value)}, not {wanted}")
+        raise BadRow("data.bad-column", f"'{columns[role]}' is {type_name(value)}, not {type_wanted}")
     return value
 
 

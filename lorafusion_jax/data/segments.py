@@ -131,9 +131,9 @@ def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[s
     objective = chosen.objective
     present = list(dict.fromkeys(key for row in rows.values for key in row))
     column_of = {role: columns.get(role, role) for role in (*objective.columns, *objective.optional_columns)}
-    for role, others in objective.stand_ins.items():
+    for role, names in objective.stand_ins.items():
         if role not in present and role not in columns:
-            column_of[role] = next((name for name in others if name in present), role)
+            column_of[role] = next((name for name in names if name in present), role)
     errors: list[LoraFusionError] = [
         DataError(
             "data.unknown-role",

@@ -57,10 +57,10 @@ def _ends(sample: Encoded, stops: np.ndarray, tokenizer: Tokenizer) -> bool:
     """Whether all runs of learned tokens end with a stop, or with white space behind one."""
     tokens, mask = sample
     ends = np.flatnonzero(mask & ~np.append(mask[1:], False))
-    others = ends[~np.isin(tokens[ends], stops)]
+    ends_elsewhere = ends[~np.isin(tokens[ends], stops)]
     return all(
         end > 0 and mask[end - 1] and tokens[end - 1] in stops and tokenizer.piece(int(tokens[end])).isspace()
-        for end in others
+        for end in ends_elsewhere
     )
 
 

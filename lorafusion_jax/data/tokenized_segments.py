@@ -54,7 +54,7 @@ def tokenize_segments(
     loss = AFTER_PROMPT if settings.loss in ("auto", "completion") else settings.loss
     width = chosen.objective.num_segments
     texts: list[list[_Text]] = []  # by place of the segment in its sample
-    kept, cut, dropped, too_long = set(range(len(samples))), set(), set(), set()
+    fitting, cut, dropped, too_long = set(range(len(samples))), set(), set(), set()
     indices = range(chosen.num_segments)
     places = [rows.at([sample.rows[index // width] for sample in samples]) for index in indices]
     segments = [[sample.segments[index] for sample in samples] for index in indices]
@@ -67,13 +67,13 @@ def tokenize_segments(
         _begin_together(samples, encoded, width)
     for index in indices:
         fit = fit_length(encoded[index], settings, places[index], adapter, tokenizer.positions)
-        kept, cut = kept & set(fit.kept), cut | set(fit.cut)
+        fitting, cut = fitting & set(fit.kept), cut | set(fit.cut)
         dropped, too_long = dropped | set(fit.dropped), too_long | set(fit.too_long)
         texts.append(_texts(segments[index], encoded[index], places[index], adapter))
-    if not kept:
+    if not fitting:
         raise _none_left(rows, adapter, settings, tokenizer.positions)
     longest = [max(len(segment[number].tokens) for segment in texts) for number in range(len(samples))]
-    order = sorted(kept)
+    order = sorted(fitting)
     parts = [[segment[number].cut(settings.max_length) for segment in texts] for number in order]
 
     def rows_of(numbers: set[int]) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def tokenize_segments(
         tokens=sum(len(text.tokens) for sample in parts for text in sample),
         loss_tokens=sum(int(text.learned.sum()) for sample in parts for text in sample),
         longest=max(sum(len(text.tokens) for text in sample) for sample in parts),
-        cut=len(rows_of(cut & kept)),
+        cut=len(rows_of(cut & fitting)),
         dropped=rows_of(dropped),
         too_long=rows_of(too_long),
         uncut=quantiles(longest),

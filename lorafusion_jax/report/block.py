@@ -114,9 +114,9 @@ def summary_lines(rows: Mapping[str, Row], width: int) -> list[Text]:
     return [Text("  ·  ".join(parts), no_wrap=True, overflow="ellipsis"), *adapter_lines(first, None, width)]
 
 
-def plain_state(rows: Mapping[str, Row], most: int = 6) -> str:
+def plain_state(rows: Mapping[str, Row], most_rows: int = 6) -> str:
     """The adapters in one line of a log; many adapters are summarised."""
-    if len(rows) <= most:
+    if len(rows) <= most_rows:
         return "  |  ".join(f"{name} {_plain(row)}" for name, row in rows.items())
     num_done = sum(row.done for row in rows.values())
     num_failed = sum(bool(row.failure) for row in rows.values())

@@ -47,9 +47,9 @@ def close_batch(
     bad = joined.first_not_finite(gradient)
     square_sums = [jnp.sum(jnp.square(gradient[name])) for name in sorted(gradient) if name not in twins]
     squares = jnp.sum(jnp.stack(square_sums)) if square_sums else jnp.zeros(())
-    mine = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
-    loss = mine.pop("loss", jnp.zeros(()))
-    summary = BatchSummary(squares, ((bad > len(own_columns)) & alive[index]).astype(jnp.float32), loss, mine)
+    metrics = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
+    loss = metrics.pop("loss", jnp.zeros(()))
+    summary = BatchSummary(squares, ((bad > len(own_columns)) & alive[index]).astype(jnp.float32), loss, metrics)
     # Only this adapter's part is cleared: other adapters may be in the middle of their batches.
     zero_totals = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
     return gradient, summary, bad, _clear(sums, columns, own_columns, adapter), zero_totals

@@ -279,14 +279,16 @@ class Batches:
         sizes = {size for slot_of_plan, size in slots_and_sizes if not slot_of_plan.is_noop}
         return [self._assembler.padding(self._shapes[size]) for size in sorted(sizes)]
 
-    def loads(self, most: int = 3) -> list[Load]:
+    def loads(self, per_capacity: int = 3) -> list[Load]:
         """Slots of each capacity whose samples differ most in Σ length²: the lightest, the heaviest, some between."""
         squares, sizes = slot_squares(self._plan), self._plan.slot_capacities
         loads: list[Load] = []
         for size in self._plan.sizes:
             numbers = [slot for slot, s in enumerate(self._plan.slots) if sizes[slot] == size and not s.is_noop]
             ranked = sorted(numbers, key=squares.__getitem__)
-            sampled_slots = {ranked[round(rank)] for rank in np.linspace(0, len(ranked) - 1, most)} if ranked else set()
+            sampled_slots = (
+                {ranked[round(rank)] for rank in np.linspace(0, len(ranked) - 1, per_capacity)} if ranked else set()
+            )
             loads += [Load(self.of(slot), size, squares[slot]) for slot in sorted(sampled_slots)]
             if not ranked:  # a capacity that no slot takes: one segment of padding
                 loads.append(Load(self._assembler.padding(self._shapes[size]), size, size * size))
@@ -310,11 +312,11 @@ def _shape(config: JobConfig, prepared: Prepared, capacity_tokens: int, parts: S
 def _reserved_shape(config: JobConfig, capacity_tokens: int) -> Shape:
     """Room for microbatches with adapters that may join, so that their shape stays the same."""
     stack_size = len(stack_of(config).config.adapters)
-    most = min(stack_size, MOST_ADAPTERS) if config.train.places else 1
+    num_adapters = min(stack_size, MOST_ADAPTERS) if config.train.places else 1
     return Shape(
         capacity_tokens=capacity_tokens,
         segments=reserved_segments(config, capacity_tokens),
-        adapters=adapter_places(most, stack_size),
+        adapters=adapter_places(num_adapters, stack_size),
     )
 
 
@@ -337,10 +339,10 @@ def places(
     """
     objective_by_name = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
     segments = {name: objective.num_segments for name, objective in objective_by_name.items()}
-    most = max((sum(segments[name] for name in part) for part in parts), default=1)
+    most_segments = max((sum(segments[name] for name in part) for part in parts), default=1)
     samples = max((sum(objective_by_name[name].of_samples for name in part) for part in parts), default=1)
     members = [(objective_by_name[name], tokenized) for name, tokenized in data.items() if name in objective_by_name]
-    return num_segments(most), table_shape(max(samples, 1), members)
+    return num_segments(most_segments), table_shape(max(samples, 1), members)
 
 
 def _parts(plan: Plan) -> dict[int, list[list[str]]]:

@@ -39,9 +39,9 @@ class Bank:
             self._states[name] = Future()
             self._states[name].set_result(state)
 
-    def make_room(self, most: int) -> None:
+    def make_room(self, most_unread: int) -> None:
         """Waits until fewer than so many copies are unread."""
-        while len(self._unread) >= most:
+        while len(self._unread) >= most_unread:
             self._unread.popleft().result()
 
     def read(self, name: str, copy: Callable[[], AdapterState]) -> None:

@@ -258,9 +258,9 @@ def parts_of(config: JobConfig, model: ModelConfig, specs: Sequence[AdapterSpec]
 def fitting_remat(config: JobConfig, model: ModelConfig) -> RematPolicy:
     """Returns the fastest policy that fits into the devices; "everything" if their memory size is unknown (CPU)."""
     size, problem = device_bytes(), memory_problem_here(config, model)
-    mine = "everything" if size is None else choose_remat(problem, size, usable=ALLOCATOR_USABLE)
+    policy = "everything" if size is None else choose_remat(problem, size, usable=ALLOCATOR_USABLE)
     # Replicas must compile the same programs, so processes choose what fits on all of them.
-    first = REMAT_POLICIES.index(mine)
+    first = REMAT_POLICIES.index(policy)
     return next(remat for number, remat in enumerate(REMAT_POLICIES) if not any_process(first > number))
 
 
@@ -290,17 +290,17 @@ def memory_warning(config: JobConfig, model: ModelConfig, remat: RematPolicy) ->
     )
 
 
-def check_tables(same: Callable[[str], bool] = same_on_all) -> None:
+def check_tables(is_same_on_all: Callable[[str], bool] = same_on_all) -> None:
     """Checks that every process of a run has the same tuning table, because all must compile the same programs.
 
     Args:
-        same: whether a text is the same on all processes; collective.
+        is_same_on_all: whether a text is the same on all processes; collective.
     Raises:
         RunError: `tune.processes-differ`.
     """
     kind = device_kind()
     digest = config_store.used_digest(kind)
-    if not same(digest or "none"):
+    if not is_same_on_all(digest or "none"):
         raise RunError(
             "tune.processes-differ",
             f"the processes of this run have different tuning tables for the {kind}.",

@@ -147,13 +147,13 @@ class CallRunner:
         tile, size = self._tail.limits.tile_tokens, self._tail.limits.capacity_tokens
         if self._tail.reproducible:
             return slot
-        most = SMALLEST_PASS
+        rows_needed = SMALLEST_PASS
         for part in slot.replicas:
             tokens: Counter[str] = Counter()
             for ref in part:
                 tokens[ref.adapter] += cursors[ref.adapter].job.sample_tokens[ref.sample]
-            most = max(most, sum(-(-count // tile) * tile for count in tokens.values()))
-        while size % (2 * tile) == 0 and size // 2 >= most:
+            rows_needed = max(rows_needed, sum(-(-count // tile) * tile for count in tokens.values()))
+        while size % (2 * tile) == 0 and size // 2 >= rows_needed:
             size //= 2
         return replace(slot, capacity_tokens=size)
 

@@ -33,14 +33,14 @@ class InParts:
     def read(self) -> np.ndarray:
         """Reads its parts in turn, so that they share pinned memory."""
         # With a bound of one byte, each part is a group of its own.
-        return read_together([self], most=1)[0]
+        return read_together([self], group_bytes=1)[0]
 
 
-def read_together(arrays: Sequence[InParts], *, most: int = GROUP) -> list[np.ndarray]:
+def read_together(arrays: Sequence[InParts], *, group_bytes: int = GROUP) -> list[np.ndarray]:
     """Reads arrays in groups of parts, so that a group waits once for a device that is busy, and not each array.
 
     Args:
-        most: bytes with which a group ends.
+        group_bytes: bytes with which a group ends.
     """
     targets = [np.empty(array.shape, array.parts[0].dtype) for array in arrays]
     group: list[tuple[jax.Array, np.ndarray, Any]] = []
@@ -51,7 +51,7 @@ def read_together(arrays: Sequence[InParts], *, most: int = GROUP) -> list[np.nd
         for part, piece in zip(array.parts, pieces, strict=True):
             for shard in (shard for shard in part.addressable_shards if shard.replica_id == 0):
                 group.append((shard.data, piece, shard.index))
-                if sum(data.nbytes for data, _, _ in group) >= most:
+                if sum(data.nbytes for data, _, _ in group) >= group_bytes:
                     _transfer(group)
                     group = []
     _transfer(group)

@@ -111,9 +111,16 @@ def lanes_of(stages: Sequence[AnyStage], *, ordered: bool) -> list[ThreadPoolExe
     Args:
         ordered: whether stages of this process share a thread.
     """
-    together, others = ThreadPoolExecutor(1, "stages"), ThreadPoolExecutor(1, "receive")  # start with their first work
+    together, receiving = (
+        ThreadPoolExecutor(1, "stages"),
+        ThreadPoolExecutor(1, "receive"),
+    )  # start with their first work
     return [
-        others if isinstance(stage, DistantStage) else together if ordered else ThreadPoolExecutor(1, f"stage-{index}")
+        receiving
+        if isinstance(stage, DistantStage)
+        else together
+        if ordered
+        else ThreadPoolExecutor(1, f"stage-{index}")
         for index, stage in enumerate(stages)
     ]
 

@@ -84,8 +84,8 @@ class EndPrograms:
         if TENSOR not in self._table_spec:
             return embed(table, tokens_T)
         rows = tokens_T - part_start(len(table))
-        mine = (rows >= 0) & (rows < len(table))
-        x_TD = jnp.where(mine[:, None], embed(table, jnp.where(mine, rows, 0)), 0)
+        is_here = (rows >= 0) & (rows < len(table))
+        x_TD = jnp.where(is_here[:, None], embed(table, jnp.where(is_here, rows, 0)), 0)
         return lax.psum(x_TD, TENSOR)
 
     def _add_positions(self, table: Array, x: Array, positions: Array) -> Array:
@@ -93,14 +93,16 @@ class EndPrograms:
 
     def _own_inputs(self, weights: Mapping[str, Array], tokens: Array, x: Array) -> Array:
         """Returns the inputs that layers have of their own, [1, L, T, P]."""
-        others = {name: gather(leaf, self.input_axes[name]) for name, leaf in weights.items() if name != INPUT_TABLE}
+        projections = {
+            name: gather(leaf, self.input_axes[name]) for name, leaf in weights.items() if name != INPUT_TABLE
+        }
         table = weights[INPUT_TABLE]
         if self.input_axes[INPUT_TABLE] is None:
-            return own_inputs(table[tokens[0]], x[0], others, self._parts.model)[None]
+            return own_inputs(table[tokens[0]], x[0], projections, self._parts.model)[None]
         # Devices look up their columns for all tokens, and exchange them: the table is never gathered.
         columns_FTC = table[lax.all_gather(tokens[0], "fsdp")]
         rows = lax.all_to_all(columns_FTC, "fsdp", split_axis=0, concat_axis=2, tiled=True)[0]
-        return own_inputs(rows, x[0], others, self._parts.model)[None]
+        return own_inputs(rows, x[0], projections, self._parts.model)[None]
 
     def _no_choices(self, lengths: Array) -> Array:
         """Returns the choices of the routers before the first layer, zeros [1, 2, M, E]."""

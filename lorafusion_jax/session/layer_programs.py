@@ -80,14 +80,14 @@ class Split:
                 self._sources.append(~places[id(leaf)])
         return y, tuple(computed)
 
-    def backward(self, constants: Any, lora: Any, x: Any, kept: tuple[Array, ...], dy: Any) -> tuple[Any, Any]:
+    def backward(self, constants: Any, lora: Any, x: Any, computed: tuple[Array, ...], dy: Any) -> tuple[Any, Any]:
         if self._remat == "nothing":
             return jax.vjp(lambda lora, x: self._function(constants, lora, x), lora, x)[1](dy)
         if self._structure is None:  # forward was not traced in this process: its lowered form was kept
             jax.eval_shape(self.forward, constants, lora, x)
         inputs = jax.tree.leaves((constants, lora, x))
         residuals = [
-            (inputs[source] if source >= 0 else kept[~source]) if isinstance(source, int) else source
+            (inputs[source] if source >= 0 else computed[~source]) if isinstance(source, int) else source
             for source in self._sources
         ]
         return jax.tree.unflatten(self._structure, residuals)(dy)
@@ -190,11 +190,11 @@ class LayerPrograms:
         return self._split(weights, inputs).forward(frozen, views, x)
 
     def _run_backward_layer(
-        self, weights: StoredWeights, lora: Leaves, position: Position, x: Carried, inputs: Inputs, rest: Any,
+        self, weights: StoredWeights, lora: Leaves, position: Position, x: Carried, inputs: Inputs, residuals: Any,
         dy: Carried, sums: Leaves,
     ):  # fmt: skip
         frozen, views, dy = self._operands.of_layer(weights, lora, position, inputs, dy)
-        gradient, dy = self._split(weights, inputs).backward(frozen, views, x, rest, dy)
+        gradient, dy = self._split(weights, inputs).backward(frozen, views, x, residuals, dy)
         added = {f"{LAYERS}{short}": leaf for short, leaf in gradient.items()}
         return dy, sums | {
             name: lv.add(

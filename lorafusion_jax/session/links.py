@@ -98,8 +98,8 @@ def _reachable_address() -> str:
     """Returns an address of this host at which the other processes reach it. Collective."""
     host, _, port = coordinator_address().rpartition(":")
     address = _local_address(host.strip("[]"), int(port))
-    others = answers_of_all(address)
-    return _local_address(others[-1], int(port)) if jax.process_index() == 0 else address
+    addresses = answers_of_all(address)
+    return _local_address(addresses[-1], int(port)) if jax.process_index() == 0 else address
 
 
 def _local_address(host: str, port: int) -> str:
@@ -217,12 +217,12 @@ class Links:
         self.apart = len(self.local) < len(self._meshes)
         if not self.apart:
             return
-        mine = meshes[self.local[0]]
+        local_mesh = meshes[self.local[0]]
         # Any of its replicas will do: the processes of a row hold the same ones.
-        replica = mine.local_replicas[0]
+        replica = local_mesh.local_replicas[0]
         self._holders = [mesh.processes[replica] for mesh in meshes]  # of each stage, in this row
         self._others = sorted({*self._holders} - {jax.process_index()})
-        self._device = mine.mesh.local_devices[0]
+        self._device = local_mesh.mesh.local_devices[0]
         self._wire = Wire(self._device)
         self._host_wire = Wire(_host_device())
 

@@ -173,5 +173,7 @@ class LossHead:
 
 def _rows_of_adapters(batch: Any) -> Any:
     """Returns the table of clients' rows without those of adapters that were removed."""
-    mine = batch.row_adapter >= 0
-    return batch.rows._replace(kind=jnp.where(mine, batch.rows.kind, NO_ROW), learned=mine & batch.rows.learned)
+    has_adapter = batch.row_adapter >= 0
+    return batch.rows._replace(
+        kind=jnp.where(has_adapter, batch.rows.kind, NO_ROW), learned=has_adapter & batch.rows.learned
+    )

@@ -89,8 +89,8 @@ class StageMesh:
     @property
     def local_replicas(self) -> list[int]:
         """Replicas whose microbatch this process provides."""
-        mine = jax.process_index()
-        return [replica for replica, process in enumerate(self.processes) if process == mine]
+        this_process = jax.process_index()
+        return [replica for replica, process in enumerate(self.processes) if process == this_process]
 
     @property
     def local_devices(self) -> list[int]:

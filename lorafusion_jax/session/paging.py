@@ -45,21 +45,23 @@ class PagedSession(OpenSession):
                 self.hold(uses.wanted(slot, self.index, self.num_places))
         self.send_ahead(uses, slot)
 
-    def hold(self, wanted: Sequence[str]) -> None:
+    def hold(self, names_needed: Sequence[str]) -> None:
         """Brings adapters into places, where not all have one. Collective over processes.
 
         Those that leave their places for them wait in the bank with their sums. The results of all their steps are
         read; with several stages or processes no slot may be in flight.
 
         Args:
-            wanted: at most `num_places`. Those that have not joined yet are left out.
+            names_needed: at most `num_places`. Those that have not joined yet are left out.
         """
         places = self._stack.places
         if not self.is_paged or places is None:
             return
         # Whoever else trains stays where there is room.
-        others = [name for name in self.index if name not in wanted and self.tasks[name].status == "running"]
-        names = [name for name in (*wanted, *others) if name in self.tasks][: self.num_places]
+        still_training = [
+            name for name in self.index if name not in names_needed and self.tasks[name].status == "running"
+        ]
+        names = [name for name in (*names_needed, *still_training) if name in self.tasks][: self.num_places]
         index = places.arrange({name: self.tasks[name].spec.rank for name in names}, self.index)
         coming = {name: place for name, place in index.items() if self.index.get(name) != place}
         leaving = [name for name, place in self.index.items() if place in coming.values() or name in coming]

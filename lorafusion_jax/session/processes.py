@@ -249,8 +249,10 @@ def _leave(code: int) -> None:
     with suppress(RuntimeError):
         if state.process_id:
             state.client.key_value_set(f"{_LEFT}/{state.process_id}", "", allow_overwrite=True)
-        others, end = (state.num_processes or 1) - 1, time.monotonic() + 2 * GRACE_S
-        while not state.process_id and len(state.client.key_value_dir_get(_LEFT)) < others and time.monotonic() < end:
+        num_others, end = (state.num_processes or 1) - 1, time.monotonic() + 2 * GRACE_S
+        while (
+            not state.process_id and len(state.client.key_value_dir_get(_LEFT)) < num_others and time.monotonic() < end
+        ):
             time.sleep(0.1)
     os._exit(code)
 

@@ -88,8 +88,8 @@ class SetPass:
         (adapter,) = config.adapters
         slots = refs_of_set(config, adapter.name, samples, config.batch.largest)
         width = 1 if samples.segment_lengths is None else samples.segment_lengths.shape[1]
-        most = max(len(part) for replicas in slots for part in replicas) * width
-        shape = Shape(capacity_tokens=config.batch.largest, segments=num_segments(most), adapters=1)
+        most_segments = max(len(part) for replicas in slots for part in replicas) * width
+        shape = Shape(capacity_tokens=config.batch.largest, segments=num_segments(most_segments), adapters=1)
         return cls(
             adapter=adapter.name,
             key=key,
@@ -320,13 +320,13 @@ def pass_over_batch(
         config: with the adapter alone.
         state: of the last tokens; None: log p of the learned tokens are the result.
     """
-    name, most = config.adapters[0].name, num_segments(len(samples))
+    name, segments = config.adapters[0].name, num_segments(len(samples))
     return SetPass(
         adapter=name,
         key="batch",
         samples=samples,
         slots=refs_of_set(config, name, samples, config.batch.largest),
-        shape=Shape(capacity_tokens=config.batch.largest, segments=most, adapters=1),
+        shape=Shape(capacity_tokens=config.batch.largest, segments=segments, adapters=1),
         tile_tokens=config.batch.tile_tokens,
         stages=stages,
         position=position,

@@ -35,7 +35,7 @@ class Snapshot:
         index: position of each adapter.
         progress: as in `state.states_of`.
         on_devices: whether the copy is on the devices; otherwise it is on the host.
-        others: states of adapters that are in no place.
+        waiting: states of adapters that are in no place.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Snapshot:
         progress: Mapping[str, tuple[int, str]],
         *,
         on_devices: bool,
-        others: Mapping[str, AdapterState] = MappingProxyType({}),
+        waiting: Mapping[str, AdapterState] = MappingProxyType({}),
     ):
         self._read: Callable[[], dict[str, Any]] | None = read
-        self._others = dict(others)
+        self._waiting = dict(waiting)
         self._index, self._progress = index, progress
         self._weights: dict[str, Mapping[str, np.ndarray]] = {}
         self.on_devices = on_devices
@@ -57,7 +57,7 @@ class Snapshot:
         """Returns the states by adapter. Call it once: it frees the copy, and keeps only the weights."""
         assert self._read is not None, "a snapshot is read once"
         arrays, self._read = self._read(), None
-        states = self._others | states_of(arrays, self._index, self._progress)
+        states = self._waiting | states_of(arrays, self._index, self._progress)
         self._weights = {name: state.weights for name, state in states.items()}
         return states
 
@@ -88,9 +88,9 @@ class Snapshots:
         self,
         index: Mapping[str, int],
         progress: Mapping[str, tuple[int, str]],
-        others: Mapping[str, AdapterState] = MappingProxyType({}),
+        waiting: Mapping[str, AdapterState] = MappingProxyType({}),
     ) -> Snapshot:
-        """Copies the state; `index` and `progress` as in `state.states_of`, `others` as in `Snapshot`.
+        """Copies the state; `index` and `progress` as in `state.states_of`, `waiting` as in `Snapshot`.
 
         With several processes, reading an array may be a collective, which needs one order. Then the state is read
         before this returns, and all processes must call it.
@@ -98,9 +98,9 @@ class Snapshots:
         if jax.process_count() == 1 and self._has_room():
             copies = [self._copy_stage(stage) for stage in self._stages]
             read_copies = partial(gather, copies, self._links, read=InParts.read)
-            return Snapshot(read_copies, index, progress, on_devices=True, others=others)
+            return Snapshot(read_copies, index, progress, on_devices=True, waiting=waiting)
         states = gather(self._all, self._links)
-        return Snapshot(lambda: states, index, progress, on_devices=False, others=others)
+        return Snapshot(lambda: states, index, progress, on_devices=False, waiting=waiting)
 
     def _has_room(self) -> bool:
         if self._free is None:

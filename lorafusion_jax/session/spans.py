@@ -136,10 +136,10 @@ class Spans:
             return
         self.stop()
         barrier()
-        mine = {"spans": np.frombuffer(self.recorded(), np.uint8)}
+        recorded = {"spans": np.frombuffer(self.recorded(), np.uint8)}
         empty = {"spans": np.empty(0, np.uint8)}
-        first, *others = links.local
-        trees = links.share({first: mine, **dict.fromkeys(others, empty)})
+        first, *later_stages = links.local
+        trees = links.share({first: recorded, **dict.fromkeys(later_stages, empty)})
         for stage, tree in enumerate(trees):
             if stage not in links.local and tree["spans"].size:
                 self.take(tree["spans"].tobytes())
@@ -254,13 +254,13 @@ def _before(span: Span, now: float) -> Span:
     return span._replace(start_s=span.start_s - now, end_s=span.end_s - now)
 
 
-def drop_oldest(table: dict, most: int) -> None:
-    """Drops the entries that were added first, until `most` are left: a run of weeks must not grow.
+def drop_oldest(table: dict, most_entries: int) -> None:
+    """Drops the entries that were added first, until `most_entries` are left: a run of weeks must not grow.
 
     >>> table = {1: "a", 2: "b", 3: "c"}
     >>> drop_oldest(table, 2)
     >>> table
     {2: 'b', 3: 'c'}
     """
-    while len(table) > most:
+    while len(table) > most_entries:
         del table[next(iter(table))]

@@ -285,7 +285,7 @@ class StageState:
     def write_sums(self, index: int, sums: Mapping[str, np.ndarray], totals: Mapping[str, np.ndarray]) -> None:
         """Writes what an adapter has summed up: sums of all layers [devices, L, ...], totals [devices]."""
         devices, mesh = self.mesh.mesh.size, self.mesh
-        mine = {
+        device_sums = {
             name: lv.spread_rows(sums[name], devices)[np.asarray(mesh.local_devices)][:, self.layers_of(name)]
             for name in self.leaf_names(index)
         }
@@ -294,7 +294,7 @@ class StageState:
         rows = {name: lv.spread_rows(totals.get(name, zeros), devices)[:: mesh.tensor] for name in self.totals or {}}
         stage_totals = to_stage({name: total[np.asarray(mesh.local_replicas)] for name, total in rows.items()}, mesh)
         self.sums, self.totals = self.programs.adapters.put_sums(
-            self.places[index], self.sums, self.totals, to_devices(mine, mesh), stage_totals
+            self.places[index], self.sums, self.totals, to_devices(device_sums, mesh), stage_totals
         )
 
     def _where(self, index: int) -> tuple[lv.Own, lv.Place]:

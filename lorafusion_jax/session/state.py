@@ -118,16 +118,16 @@ def load_states(stages: Sequence[AnyStage], states: Mapping[str, AdapterState]) 
             totals[key][:, place] = lv.spread_rows(total, devices)
     for stage in local_stages(stages).values():
         mesh, columns = stage.mesh, stage.programs.columns.trained
-        mine, mine_of_devices = np.asarray(mesh.local_replicas), np.asarray(mesh.local_devices)
+        replicas_here, devices_here = np.asarray(mesh.local_replicas), np.asarray(mesh.local_devices)
         sums = [
             {
-                name: lv.spread_rows(leaf, devices)[mine_of_devices][:, stage.layers_of(name)]
+                name: lv.spread_rows(leaf, devices)[devices_here][:, stage.layers_of(name)]
                 for name, leaf in (states[adapter].sums if adapter in states else {}).items()
                 if name in columns
             }
             for adapter in stage.all_names
         ]
-        shapes = {name: (len(mine_of_devices), *shape) for name, shape in stage.leaf_shapes.items()}
+        shapes = {name: (len(devices_here), *shape) for name, shape in stage.leaf_shapes.items()}
         stage.take_weights({name: state.weights for name, state in states.items()})
         stage.sums = to_devices(lv.stack_adapters(columns, sums, shapes, lead=lv.SUMS), mesh)
         optimizers = {
@@ -139,7 +139,9 @@ def load_states(stages: Sequence[AnyStage], states: Mapping[str, AdapterState]) 
         stage.optimizers = replicate(optimizers, mesh)
         stage.alive = replicate(alive, mesh)
         if stage.totals is not None:
-            stage.totals = to_stage({key: totals.get(key, zeros)[::tensor][mine] for key in stage.totals}, mesh)
+            stage.totals = to_stage(
+                {key: totals.get(key, zeros)[::tensor][replicas_here] for key in stage.totals}, mesh
+            )
 
 
 def _check_shapes(stages: Sequence[AnyStage], states: Mapping[str, AdapterState]) -> None:
@@ -216,8 +218,8 @@ def read_adapter(
 def _transferred(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns arrays of a stage on the host, those in parts together."""
     in_parts = {name: leaf for name, leaf in arrays.items() if isinstance(leaf, InParts)}
-    others = {name: leaf for name, leaf in arrays.items() if name not in in_parts}
-    return host_leaves(others) | dict(zip(in_parts, read_together([*in_parts.values()]), strict=True))
+    whole_arrays = {name: leaf for name, leaf in arrays.items() if name not in in_parts}
+    return host_leaves(whole_arrays) | dict(zip(in_parts, read_together([*in_parts.values()]), strict=True))
 
 
 def host_leaves(part: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -73,11 +73,11 @@ def compute_references(
     return references, [ReferencesComputed(slot=slot, adapters=list(names), tokens=tokens, seconds=seconds)]
 
 
-def store_references(run: Path, record: dict, made: Mapping[str, SetReferences], config: JobConfig) -> dict:
+def store_references(run: Path, record: dict, references: Mapping[str, SetReferences], config: JobConfig) -> dict:
     """Writes references into a run folder. Returns run.json's record with their digests."""
-    if not made:
+    if not references:
         return record
-    return record | {KEY: record.get(KEY, {}) | write_references(run, made, reference_sources(config))}
+    return record | {KEY: record.get(KEY, {}) | write_references(run, references, reference_sources(config))}
 
 
 def split_stored(config: JobConfig, record: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -169,8 +169,8 @@ class JoiningReferences:
         """
         if is_alone():
             return
-        mine = {name: [_rows(joining.new), joining.source] for name, joining in self._joining.items()}
-        of_first = json.loads(text_of_first(json.dumps(mine)))
+        of_this_process = {name: [_rows(joining.new), joining.source] for name, joining in self._joining.items()}
+        of_first = json.loads(text_of_first(json.dumps(of_this_process)))
         for request in self._joining.keys() - of_first.keys():
             self.drop(request)
         for request, (rows, source) in of_first.items():

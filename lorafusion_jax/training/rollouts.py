@@ -162,17 +162,17 @@ class Rollouts:
                 for batch in [number for number in rollout.batches if number < adapter.step]:
                     del rollout.batches[batch]
 
-    def _draw_each(self, asked: Sequence[Asked], slot: int) -> list[Drawn]:
+    def _draw_each(self, batches: Sequence[Asked], slot: int) -> list[Drawn]:
         """Draws batches together. If that fails, each alone, and those that fail stop their adapters."""
         try:
-            answers = self._draw_together(asked)
+            answers = self._draw_together(batches)
         except LoraFusionError as problem:
-            if len(asked) == 1:
-                self._session.steps.fail(asked[0][0], _in_one_line(problem), slot)
+            if len(batches) == 1:
+                self._session.steps.fail(batches[0][0], _in_one_line(problem), slot)
                 return []
-            return [drawn for batch in asked for drawn in self._draw_each([batch], slot)]
+            return [drawn for batch in batches for drawn in self._draw_each([batch], slot)]
         drawn: list[Drawn] = []
-        for name, batch, lag in asked:
+        for name, batch, lag in batches:
             try:
                 prompts = self._prompts(name, batch)
                 self._reward(name, prompts, answers[name])
@@ -183,14 +183,14 @@ class Rollouts:
                 self._session.steps.fail(name, _in_one_line(problem), slot)
         return drawn
 
-    def _draw_together(self, asked: Sequence[Asked]) -> Mapping[str, list[Turns]]:
-        prompts = {name: self._prompts(name, batch) for name, batch, _ in asked}
+    def _draw_together(self, batches: Sequence[Asked]) -> Mapping[str, list[Turns]]:
+        prompts = {name: self._prompts(name, batch) for name, batch, _ in batches}
         settings = {
             name: [
                 Sampling(max_tokens=1, seed=mix64(mix64(mix64(self._config_of(name).seed) ^ batch) ^ number))
                 for number in range(len(prompts[name]))
             ]
-            for name, batch, _ in asked
+            for name, batch, _ in batches
         }
         return self._answers(prompts, settings)
 

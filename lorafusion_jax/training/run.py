@@ -310,12 +310,12 @@ class Run:
         self._job.prepared = prepared
         self._session.take_data(self._job.config, prepared)
 
-    def _finish_caching(self, asked: Event) -> None:
+    def _finish_caching(self, stop_signal: Event) -> None:
         """Waits until the quantised base is cached; if a stop is asked for, closing the session ends the writing."""
         reading, slot = self._session.reading, self._progress.slot
         if not reading.wait_stored(0):
             self._listener(PhaseBegun(slot=slot, text="caching the quantised base"))
-        while not reading.wait_stored(POLL_S) and not asked.is_set():
+        while not reading.wait_stored(POLL_S) and not stop_signal.is_set():
             pass
         for notice in reading.take_notices():
             self._listener(replace(notice, slot=slot))

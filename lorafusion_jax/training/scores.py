@@ -61,9 +61,9 @@ class Scores:
     def _prompts(self, name: str) -> list[PromptRow]:
         """The prompts of the held-out rows that leave room for an answer."""
         data, adapter = self._job.prepared.adapters[name], self._job.config.adapter(name)
-        most = self._session.stages[0].parts.model.positions - 1
+        longest = self._session.stages[0].parts.model.positions - 1
         if data.rollout is not None:
-            return [row for row in data.rollout.held_out if len(row.tokens) <= most]
+            return [row for row in data.rollout.held_out if len(row.tokens) <= longest]
         assert data.eval is not None
         tokenizer = tokenizer_of(adapter, self._job.prepared.tokenizer)
         rows: list[PromptRow] = []
@@ -71,7 +71,7 @@ class Scores:
             tokens = prompt_of(data.eval, number)
             sample, learned = data.eval.sample(number)
             columns: Mapping[str, Any] = {"answer": tokenizer.text(sample[learned].tolist())}
-            if 0 < len(tokens) <= most:
+            if 0 < len(tokens) <= longest:
                 rows.append(PromptRow(prompt=tokenizer.text(tokens), tokens=tokens, row=columns))
         return rows
 

@@ -88,8 +88,8 @@ class TextSamples:
             held_out = self._job.prepared.adapters[name].eval
             tokens = [] if held_out is None else [prompt_of(held_out, n) for n in range(min(samples, len(held_out)))]
             prompts = [(tokenizer.text(prompt), prompt) for prompt in tokens]
-        most = self._session.stages[0].parts.model.positions
-        return [(text, tokens) for text, tokens in prompts if 0 < len(tokens) < most]
+        num_positions = self._session.stages[0].parts.model.positions
+        return [(text, tokens) for text, tokens in prompts if 0 < len(tokens) < num_positions]
 
 
 def prompt_of(samples: TokenizedSet, index: int) -> list[int]:

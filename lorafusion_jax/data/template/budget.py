@@ -65,10 +65,10 @@ class Budget:
                 stack += item.values()
 
 
-def check_number(operator: str, left: Any, right: Any) -> None:
-    if not isinstance(left, int) or not isinstance(right, int):
+def check_number(operator: str, first: Any, second: Any) -> None:
+    if not isinstance(first, int) or not isinstance(second, int):
         return
-    bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+    bits = first.bit_length() * abs(second) if operator == "**" else first.bit_length() + second.bit_length()
     if bits > LARGEST_NUMBER_BITS:
         raise LimitError("a number of more than a thousand digits")
 

@@ -41,9 +41,9 @@ class Opaque(str):
     _content: int | None
 
     @staticmethod
-    def of(text: str, asked: list[Asked], content: int | None = None) -> Opaque:
+    def of(text: str, answers: list[Asked], content: int | None = None) -> Opaque:
         opaque = str.__new__(Opaque, text)
-        opaque._asked, opaque._content = asked, content
+        opaque._asked, opaque._content = answers, content
         return opaque
 
     @property

@@ -201,9 +201,9 @@ def _crowd(adapters: Sequence[dict[str, Any]], best: Sequence[str] = ()) -> dict
     lines = [f"{len(adapters)} adapters; {the_best}the {LARGEST} worst are shown, failed ones first."]
     for name, key in (("loss, last 10 % of steps", "train"), ("held-out loss now", "after"), ("tokens", "tokens")):
         if values := [adapter[key] for adapter in adapters if adapter[key] is not None]:
-            least, low, median, high, most = np.quantile(values, (0, 0.1, 0.5, 0.9, 1))
+            least, low, median, high, greatest = np.quantile(values, (0, 0.1, 0.5, 0.9, 1))
             lines.append(
-                f"{name}: median {median:.4g}, 10 % {low:.4g}, 90 % {high:.4g}, from {least:.4g} to {most:.4g}"
+                f"{name}: median {median:.4g}, 10 % {low:.4g}, 90 % {high:.4g}, from {least:.4g} to {greatest:.4g}"
             )
     return {"lines": lines, "shown": list(dict.fromkeys([*best, *(adapter["label"] for adapter in worst)]))}
 

@@ -168,9 +168,11 @@ class InTurn(APIRoute):
         return wait
 
 
-def too_many(owner: str, most: int, kind: str) -> ApiError:
+def too_many(owner: str, most_turns: int, kind: str) -> ApiError:
     headers = {"Retry-After": "5"}
-    return ApiError(429, "api.turns", f"{owner} has {most} {kind} under way.", fix="wait for them", headers=headers)
+    return ApiError(
+        429, "api.turns", f"{owner} has {most_turns} {kind} under way.", fix="wait for them", headers=headers
+    )
 
 
 def service_ends() -> ApiError:

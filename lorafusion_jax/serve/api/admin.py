@@ -381,8 +381,8 @@ def _find_adapter(service: Service, adapter: str, owner: Owner) -> dict[str, Any
 def _occupant(job: dict[str, Any] | None, owner: Owner) -> dict[str, Any]:
     if job is None:
         return {"job": None, "name": None, "state": None}
-    mine = owner.sees in (None, job["owner"])
-    return {"job": job["id"] if mine else "", "name": job["name"] if mine else "", "state": job["state"]}
+    is_visible = owner.sees in (None, job["owner"])
+    return {"job": job["id"] if is_visible else "", "name": job["name"] if is_visible else "", "state": job["state"]}
 
 
 def _shape(folder: Path) -> dict[str, Any]:

@@ -59,16 +59,16 @@ async def upload(
     ending = name.rpartition(".")[2]
     if ending not in FORMATS:
         raise ApiError(422, "data.unknown-kind", f"{name} has no known ending.", fix=f"one of {', '.join(FORMATS)}")
-    most = min(service.settings.most_upload, await service.turns.run(owner.name, _room, service, owner))
+    most_bytes = min(service.settings.most_upload, await service.turns.run(owner.name, _room, service, owner))
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > most:
-        raise _too_large(most)
+    if length.isdigit() and int(length) > most_bytes:
+        raise _too_large(most_bytes)
     service.settings.datasets.mkdir(parents=True, exist_ok=True)
     draft = service.settings.datasets / f".upload-{secrets.token_hex(8)}"
     try:
         draft.mkdir()
         with service.uploads.of(owner.name):
-            sha, size = await _receive(request, draft / f"data.{ending}", most)
+            sha, size = await _receive(request, draft / f"data.{ending}", most_bytes)
             if not size:
                 fix = "send the bytes of the file as the body"
                 raise ApiError(422, "data.empty-file", "the body is empty.", fix=fix)
@@ -172,7 +172,7 @@ def _room(service: Service, owner: Owner) -> int:
     return 2**62 if limit is None else limit - size
 
 
-async def _receive(request: Request, file: Path, most: int) -> tuple[str, int]:
+async def _receive(request: Request, file: Path, most_bytes: int) -> tuple[str, int]:
     """Writes the body to a file part by part, durably. Returns its digest and size."""
     sha, size = hashlib.sha256(), 0
     try:
@@ -180,8 +180,8 @@ async def _receive(request: Request, file: Path, most: int) -> tuple[str, int]:
         with file.open("wb") as stream:
             while part := await _next_part(parts, size, began):
                 size += len(part)
-                if size > most:
-                    raise _too_large(most)
+                if size > most_bytes:
+                    raise _too_large(most_bytes)
                 sha.update(part)
                 await run_in_threadpool(stream.write, part)
             stream.flush()
@@ -270,5 +270,5 @@ def _find(service: Service, dataset: str, owner: Owner) -> dict[str, Any]:
     return dict(row)
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, "data.too-large", f"a data set has at most {most} bytes here.", fix="split it")
+def _too_large(most_bytes: int) -> ApiError:
+    return ApiError(413, "data.too-large", f"a data set has at most {most_bytes} bytes here.", fix="split it")

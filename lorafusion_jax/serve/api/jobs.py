@@ -134,9 +134,9 @@ def _check_shares(limits: Limits, values: dict[str, Any]) -> None:
         ApiError: 403, `job.over-limit`.
     """
     for name in ("priority", "weight"):
-        value, most = values.get(name), getattr(limits, name)
-        if value is not None and value > most:
-            message, fix = f"{name} {value:g} is above {most:g}, which is the most for you.", f"{name}: {most:g}"
+        value, share = values.get(name), getattr(limits, name)
+        if value is not None and value > share:
+            message, fix = f"{name} {value:g} is above {share:g}, which is the most for you.", f"{name}: {share:g}"
             raise ApiError(403, "job.over-limit", message, where=name, fix=f"{fix}, or ask an administrator")
 
 

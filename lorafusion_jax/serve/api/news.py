@@ -32,14 +32,14 @@ class News:
         """Number of the newest event of a job or an owner (None: of all), as far as it was looked for."""
         return self.at if scope is None else self._newest.get(scope, self._floor)
 
-    async def changed(self, seen: int, seconds: float) -> bool:
-        """Waits for an event after `seen`. Returns whether there is one."""
+    async def changed(self, last_seen: int, seconds: float) -> bool:
+        """Waits for an event after `last_seen`. Returns whether there is one."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         self._waiting += 1
         try:
             async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(lambda: self.at > seen)
+                await self._changed.wait_for(lambda: self.at > last_seen)
             return True
         except TimeoutError:
             return False

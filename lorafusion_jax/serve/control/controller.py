@@ -257,12 +257,12 @@ class Controller:
         if self._streams is not None:
             self._streams.push_new(rows)
 
-    def _record(self, wanted: Configuration) -> None:
-        if not wanted.decisions and not wanted.refused:
+    def _record(self, configuration: Configuration) -> None:
+        if not configuration.decisions and not configuration.refused:
             return
-        self.refused_decisions += len(wanted.refused)
-        rows = [{"text": text, "refused": ""} for text in wanted.decisions]
-        rows += [{"text": f"a decision of {policy}", "refused": why} for policy, why in wanted.refused]
+        self.refused_decisions += len(configuration.refused)
+        rows = [{"text": text, "refused": ""} for text in configuration.decisions]
+        rows += [{"text": f"a decision of {policy}", "refused": why} for policy, why in configuration.refused]
         with self._db.write() as connection:
             for row in rows:
                 connection.execute(t.decisions.insert().values(at=time.time(), **row))
@@ -282,11 +282,11 @@ class Controller:
             connection.execute(t.decisions.insert().values(at=time.time(), text=text))
         self._problem = problem
 
-    def _arrange_sessions(self, wanted: Configuration) -> None:
-        for name in [name for name in self._sessions if wanted.sessions.get(name) != self._sessions[name].plan]:
+    def _arrange_sessions(self, configuration: Configuration) -> None:
+        for name in [name for name in self._sessions if configuration.sessions.get(name) != self._sessions[name].plan]:
             if self._drain(name):
                 self._sessions.pop(name).remove()
-        for name, plan in wanted.sessions.items():
+        for name, plan in configuration.sessions.items():
             neighbours = [session for session in self._sessions.values() if session.group != name]
             if name not in self._sessions and not any(_share_gpus(session.plan, plan) for session in neighbours):
                 self._sessions[name] = self._new_session(name, plan)
@@ -311,13 +311,13 @@ class Controller:
             self._ask_to_leave(job, "its session ends")
         return not jobs or not self._sessions[group].connected
 
-    def _preempt(self, rows: list[Job], wanted: Configuration) -> None:
+    def _preempt(self, rows: list[Job], configuration: Configuration) -> None:
         """Takes jobs off sessions in which they shall not train."""
-        lone_jobs = jobs_tried_alone(rows, wanted.group)
+        lone_jobs = jobs_tried_alone(rows, configuration.group)
         for job in rows:
             if job["state"] not in ("starting", "running"):
                 continue
-            if wanted.group.get(job["id"]) != job["group"]:
+            if configuration.group.get(job["id"]) != job["group"]:
                 self._ask_to_leave(job, "it shall train elsewhere, or wait")
             elif lone_jobs.get(job["group"], job["id"]) != job["id"]:
                 self._ask_to_leave(job, f"{lone_jobs[job['group']]} is tried alone, because its worker was lost")
@@ -433,7 +433,7 @@ class Controller:
                 self._sessions[row["id"]].adopt(row["state"])
             return row["received"]
 
-    def _place(self, rows: list[Job], wanted: Configuration) -> None:
+    def _place(self, rows: list[Job], configuration: Configuration) -> None:
         """Gives free places of their sessions to queued jobs, those of higher priority first."""
         with self._db.read() as connection:
             drained = set(connection.execute(select(t.groups.c.id).where(t.groups.c.drained)).scalars())
@@ -441,14 +441,14 @@ class Controller:
         occupied: dict[str, set[int]] = {}
         for job in on_worker:
             occupied.setdefault(job["group"], set()).add(job["place"])  # None: it is being written
-        lone_jobs = jobs_tried_alone(rows, wanted.group)
+        lone_jobs = jobs_tried_alone(rows, configuration.group)
         layouts = {name: Places.of(session.plan.places) for name, session in self._sessions.items() if session.trains}
         for job in rows:
-            group = wanted.group.get(job["id"], "")
+            group = configuration.group.get(job["id"], "")
             if job["state"] != "queued" or group not in layouts or group in drained:
                 continue
             plan = self._sessions[group].plan
-            if wanted.sessions.get(group) != plan or plan.base != job["base"]:
+            if configuration.sessions.get(group) != plan or plan.base != job["base"]:
                 continue  # it ends
             if group in lone_jobs and (lone_jobs[group] != job["id"] or occupied.get(group)):
                 continue

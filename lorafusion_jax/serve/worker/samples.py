@@ -342,5 +342,5 @@ class Bank:
         for name, leaf in stored.items():
             if name not in self._shapes:
                 raise DatumError(f"the adapter has {name}, and no adapter of this session has that")
-            if any(size > most for size, most in zip(leaf.shape, self._shapes[name], strict=True)):
+            if any(size > room for size, room in zip(leaf.shape, self._shapes[name], strict=True)):
                 raise DatumError(f"the adapter has rank {spec.rank}, and the places of this session less")
