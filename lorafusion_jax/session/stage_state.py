@@ -311,12 +311,12 @@ class StageState:
         trained = self.programs.columns.trained
         self.places[index] = replicate(lv.place_of(trained, index, spec), self.mesh)
         # Not in place: a snapshot that is still read has the adapters of its time.
+        self._joined = {place: joined for place, joined in self._joined.items() if place != index}
         self.settings = [*self.settings[:index], adapter, *self.settings[index + 1 :]]
         self._specs = [*self._specs[:index], spec, *self._specs[index + 1 :]]
         columns = lv.own_columns(trained, index, spec)
         self.own_columns = [*self.own_columns[:index], columns, *self.own_columns[index + 1 :]]
         self.vacant -= {index}
-        self._joined.pop(index, None)
         self._prepared.mark(index)
 
     def write(
