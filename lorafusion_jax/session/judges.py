@@ -63,6 +63,7 @@ def judge_of_folder(config: JobConfig, stages: Sequence[AnyStage], folder: str) 
     (adapter,) = config.adapters
     described, arrays = read_described(Path(config.directory) / folder, head=choose("reward", {}).head)
     ((head_D1,)) = arrays[HEAD]
+    # Scores are products of states with the head, on the host: the stages need only what makes the states.
     weights = {path: tensors for path, tensors in arrays.items() if path != HEAD}
     spec = replace(described.spec, head=None)
     return Judge(

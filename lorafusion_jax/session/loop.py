@@ -119,6 +119,7 @@ class Loop:
             The events of slots that did not enter.
         """
         executor, steps, hooks = self._executor, self._steps, self.hooks
+        # A thread assembles them ahead, and ends with this call: tasks and places may change between two calls.
         microbatches = prefetch(assemble, [event.slot for event in events if _enters(event)])
         failed_at_entry: dict[int, frozenset[str]] = {}
         later: list[Event] = []

@@ -58,6 +58,7 @@ def _sharding_on(array: jax.Array, stage: StageMesh) -> NamedSharding:
 
 def _put_shards(array: jax.Array, target: NamedSharding) -> jax.Array:
     places = target.addressable_devices_indices_map(array.shape)
+    # By the part that a device holds, because the devices of two stages come in no common order.
     shard_by_index = {_key(shard.index): shard.data for shard in array.addressable_shards}
     parts = [jax.device_put(shard_by_index[_key(index)], device) for device, index in places.items()]
     return jax.make_array_from_single_device_arrays(array.shape, target, parts)
@@ -71,7 +72,7 @@ def to_host(array: jax.Array) -> np.ndarray:
     """Returns the whole array on the host. Collective if other processes hold parts of it."""
     if array.is_fully_addressable:
         return np.asarray(array)
-    if array.is_fully_replicated:
+    if array.is_fully_replicated:  # no other process has to take part
         return np.asarray(array.addressable_shards[0].data)
     from jax.experimental import multihost_utils
 

@@ -84,6 +84,7 @@ class OpenSession:
         self._bank = Bank()
         self._unstarted: list[int] = []  # places of adapters whose initial values may depend on the base
         self.tasks: dict[str, Task] = dict(tasks)
+        # One object for good: the assembler, the loop and the ends of batches read it, and places change between slots.
         self.index: dict[str, int] = {}
         self.executor = Executor(stages, spans)
         self.batch_ends = BatchEnds(self.executor, self.index)

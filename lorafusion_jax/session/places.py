@@ -84,6 +84,7 @@ class PlaceWriter:
                 if adapter_kind(specs[place].kind).start is not None:
                     stage.start_from_base(place)
             self._compiled.add(_steps_of(specs[place], self._config.adapters[place].optim))
+        # The arrays were only for compiling: a vacant place has no optimizer state.
         for stage in self._stages:
             stage.optimizers.clear()
 
@@ -134,6 +135,7 @@ class PlaceWriter:
             return number
         self._objectives.append(objective)
         objectives = tuple(self._objectives)
+        # Those of other processes, too: they say how many metrics those processes will send.
         for stage in self._distant:
             stage.replace_objectives(objectives)
         self._executor.read_all(lambda stage: stage.replace_objectives(objectives))
@@ -159,6 +161,8 @@ class PlaceWriter:
             objective: its number in the session.
             sent: what `send` returned of it.
         """
+        # Microbatches say who is in the place from now on. Those in flight were made before, for its last adapter, and
+        # each stage writes on its own thread, after their passes.
         self._table.assign(place, weights.spec, objective)
         for stage in self._distant:
             stage.assign(place, task.adapter, weights.spec)
@@ -181,6 +185,7 @@ class PlaceWriter:
             compile_steps(stage, len(self._stages), place)
             stage.copy_state(place)
             stage.adapter(place)
+            # By the last stage alone: each has programs of its own to compile.
             if stage is self._stages[-1]:
                 self._compiled.add(steps)
 

@@ -85,6 +85,7 @@ def states_of(
     def state_of(name: str, place: int) -> AdapterState:
         sums = arrays["sums"].get(name, {})
         totals = {key: np.asarray(rows)[:, place] for key, rows in arrays["totals"].items()}
+        # By their bits: sums of -0.0 are of a batch that has begun.
         begun = any(np.asarray(leaf).view(np.uint32).any() for leaf in (*sums.values(), *totals.values()))
         step, data = progress.get(name, (0, ""))
         return AdapterState(

@@ -65,6 +65,7 @@ class Steps:
     def issue(self, name: str, slot: int) -> None:
         """Issues the step of an adapter whose global batch ends in a slot; see `settle`."""
         task = self._tasks[name]
+        # The clock has the steps that were read. If one that waits is refused, the devices refuse this one, too.
         step = task.step + self.num_waiting(name) + 1
         result = self._ends.step(name, task.source.hyper(step))
         self.num_issued += 1
@@ -101,12 +102,14 @@ class Steps:
         task, result = issued.task, issued.result
         if task.status == "failed":  # the devices have refused this step, too
             return
+        # Reading waits for the devices, and a program that has failed raises here.
         with self._executor.blaming(None, issued.slots_done - 1, [task.name]):
             loss, norm = result.loss, result.grad_norm
-            metrics = finished_metrics(task.chosen, result.metrics) if task.chosen.objective.metrics else {}
+            metrics = result.metrics if task.chosen.objective.metrics else {}
         if not result.healthy:
             self._fail(issued)
             return
+        # Before anyone hears of it: listeners and hooks read the clock, and may save or export the adapter.
         task.clock.step = issued.step
         if task.source.judges_steps:
             task.source.end_step(issued.step, norm)
@@ -120,7 +123,10 @@ class Steps:
                 grad_norm=norm,
                 lr=float(task.source.hyper(issued.step).lr),
                 loss_tokens=task.source.num_loss_tokens(issued.step),
-                metrics={**metrics, **task.source.metrics(issued.step)},
+                metrics={
+                    **(finished_metrics(task.chosen, metrics) if metrics else {}),
+                    **task.source.metrics(issued.step),
+                },
             )
         )
         self.hooks.on_step(task, issued.slots_done)
@@ -130,6 +136,7 @@ class Steps:
 
     def _fail(self, issued: _Issued) -> None:
         task = issued.task
+        # First: whatever is read, saved or exported from now on has the last good weights.
         self._ends.put_back(task.name, issued.result)
         cause = self._ends.not_finite(task.name, issued.result) or self._loss_not_finite
         if task.source.judges_steps:
