@@ -1,10 +1,10 @@
 """A layer of Qwen3-30B-A3B's shape with four adapters over its frozen layer, and beside transformers with PEFT.
 
-    python benchmarks/experts.py --out DIR [--budget 240] [--small]
+    python benchmarks/experts.py --out DIR [--budget 200] [--small]
 
-Checks the kernels against XLA's form before it times them. Prints conditions and a row per variant; rows are also
-written to DIR/experts.jsonl. All variants run in one process. Tokens/s are of one layer, forward and backward. The last
-rows are the passes of one projection alone, with several ways to cut the product.
+The base is in bfloat16, and in fp8. Checks the kernels against XLA's form before it times them. Prints conditions and a
+row per variant; rows are also written to DIR/experts.jsonl. All variants run in one process. Tokens/s are of one layer,
+forward and backward; `of_frozen` is next to the frozen bfloat16 layer. The last rows are the passes of one projection.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ from lorafusion_jax.models import ModelConfig, Segments
 from lorafusion_jax.models.forward import layer_inputs
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.modules import LoRAContext
+from lorafusion_jax.weights.table import NONE, stored_kind
+from pallas_kernels.device import interprets
 from pallas_kernels.experts.api import Lora, expert_linear
 from pallas_kernels.experts.rows import ExpertRows, sort_rows, spread_rows
 from pallas_kernels.experts.sizes import sorted_rows, tile_rows
-from pallas_kernels.experts.triton import CUTS, Blocks, backward, down, forward, product, sums
+from pallas_kernels.experts.triton.backend import backward, down, forward, product, sums
 
 SHAPE = {"hidden_size": 2048, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128}
 EXPERTS = Experts(width=2048, inner=768, count=128, active=8)
 SMALL = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 SMALL_EXPERTS = Experts(width=64, inner=32, count=8, active=2)
 ADAPTERS, RANK, REPEATS = 4, 8, 5
+STORED = (NONE, "fp8")
 LAYERS = {"frozen": None, "attention": "all-linear", "attention, experts": ["all-linear", "experts"]}
 
 
 def main() -> int:
-    return write_within_budget("experts", __doc__ or "", 240, _rows)
+    return write_within_budget("experts", __doc__ or "", 200, _rows)
 
 
 def _rows(small: bool) -> Iterator[dict[str, Any]]:
@@ -50,19 +53,24 @@ def _rows(small: bool) -> Iterator[dict[str, Any]]:
         family="qwen3_moe", vocab_size=256, intermediate_size=6144, num_layers=1, qk_norm=True,
         experts=SMALL_EXPERTS if small else EXPERTS, **(SMALL if small else SHAPE),
     )  # fmt: skip
-    yield from _product_rows(config, 64 if small else 1024)
-    for tokens in (128,) if small else (8192, 16384):
-        yield from _layer_rows(config, tokens)
-    for tokens in (128,) if small else (8192, 16384):
-        yield from _peft_rows(config, tokens)
-    yield from _pass_rows(config, 64 if small else 8192)
+    tokens = 128 if small else 8192
+    for quantize in STORED:
+        yield from _product_rows(config, 64 if small else 1024, quantize)
+    frozen_ms = 0.0
+    for quantize in STORED:
+        for row in _layer_rows(config, tokens, quantize):
+            frozen_ms = frozen_ms or row["ms"]
+            yield row | {"of_frozen": frozen_ms / row["ms"]}
+    yield from _peft_rows(config, tokens)
+    yield from _pass_rows(config, 64 if small else tokens)
 
 
-def _product_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
+def _product_rows(config: ModelConfig, tokens: int, quantize: str) -> Iterator[dict[str, Any]]:
     """Forward and backward of one projection by each implementation, compared with XLA's form."""
     experts = config.experts
     assert experts is not None
     rows, x, w, a, b, dy = _arrays(experts, tokens)
+    w = _stored(w, quantize, experts.count)
     wanted: tuple[jax.Array, ...] | None = None
     for implementation in ("xla", "pallas_triton"):
 
@@ -75,7 +83,8 @@ def _product_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
             y, pullback = jax.vjp(run, x, a, b)
             return y, *pullback(dy)
 
-        row = {"section": "product", "tokens": tokens, "implementation": implementation, "tile": rows.tile}
+        row = {"section": "product", "quantize": quantize, "tokens": tokens}
+        row |= {"implementation": implementation, "tile": rows.tile}
         try:
             outputs = jax.block_until_ready(passes(x, w, a, b, dy))
         except Exception as problem:  # a variant that a device cannot run is a row, too
@@ -102,42 +111,58 @@ def _arrays(experts: Experts, tokens: int) -> tuple[ExpertRows, jax.Array, jax.A
     return rows, spread_rows(x, rows), w, a, b, dy
 
 
+def _stored(kernel: jax.Array, quantize: str, experts: int = 0) -> Any:
+    """A kernel as products read it."""
+    kind = stored_kind(quantize)
+    if kind is None:
+        return kernel
+    form = kind.of(experts)
+    assert form.operand is not None
+    return form.operand(jax.jit(lambda kernel: form.quantise(kernel.astype(jnp.float32)))(kernel))
+
+
 def _pass_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
-    """Each pass of one projection alone, and the products by several cuts."""
+    """Each pass of one projection alone."""
     experts = config.experts
     assert experts is not None
     rows, x, w, a, b, dy = _arrays(experts, tokens)
     scale, count = jnp.ones(ADAPTERS), experts.count
     bank = jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, 16 - RANK))).astype(x.dtype).reshape(-1, a.shape[2], 16)
     s = jax.jit(lambda x, bank, rows: down(x, bank, rows, count))(x, bank, rows)
-    passes = [
-        ("x A", None, lambda x, bank, rows: down(x, bank, rows, count), (x, bank, rows)),
-        ("sums of dA", None, lambda x, s, rows: sums(x, s, rows, a.shape, scale), (x, s, rows)),
-        ("sums of dB", None, lambda y, s, rows: sums(y, s, rows, b.shape, scale, transposed=True), (dy, s, rows)),
-    ]
-    for cut in (*CUTS[:2], Blocks(num_stages=4)):
-        frozen = partial(product, experts=count, blocks=cut)
-        ahead = lambda x, w, rows, *low, cut=cut: forward(x, w, rows, count, *low, blocks=cut)  # noqa: E731
-        back = lambda x, w, rows, *rest, cut=cut: backward(x, w, rows, count, *rest, blocks=cut)  # noqa: E731
+    ahead = lambda x, w, rows, *low: forward(x, w, rows, count, *low)  # noqa: E731
+    back = lambda x, w, rows, *rest: backward(x, w, rows, count, *rest)  # noqa: E731
+    passes: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = []
+    for quantize in STORED:
+        kernels = _stored(w, quantize, count)
         passes += [
-            ("x W", cut, frozen, (x, w, rows)),
-            ("dy W'", cut, partial(frozen, transposed=True), (dy, w, rows)),
-            ("forward", cut, ahead, (x, w, rows, a, b, scale)),
-            ("backward", cut, back, (x, w, rows, a, b, scale, s, dy)),
-        ]
-    for name, cut, run, arrays in passes:
+            ("x W", quantize, partial(product, experts=count), (x, kernels, rows)),
+            ("dy W'", quantize, partial(product, experts=count, transposed=True), (dy, kernels, rows)),
+            ("forward", quantize, ahead, (x, kernels, rows, a, b, scale)),
+            ("backward", quantize, back, (x, kernels, rows, a, b, scale, s, dy)),
+        ]  # fmt: skip
+    eighths = _stored(w, "fp8", count)
+    round_rows = lambda x, transposed: eighths.rounded(rows, x, transposed=transposed, interpret=interprets())  # noqa: E731
+    passes += [
+        ("q(x)", "fp8", partial(round_rows, transposed=False), (x,)),
+        ("q(dy sw)", "fp8", partial(round_rows, transposed=True), (dy,)),
+        ("W turned over", "fp8", lambda w: w.values_turned, (eighths,)),
+        ("x A", NONE, lambda x, bank, rows: down(x, bank, rows, count), (x, bank, rows)),
+        ("sums of dA", NONE, lambda x, s, rows: sums(x, s, rows, a.shape, scale), (x, s, rows)),
+        ("sums of dB", NONE, lambda y, s, rows: sums(y, s, rows, b.shape, scale, transposed=True), (dy, s, rows)),
+    ]
+    for name, quantize, run, arrays in passes:
         timed = _timed(partial(jax.jit(run), *arrays))
-        yield {"section": "pass", "pass": name, "tokens": tokens, "cut": str(cut)} | timed
+        yield {"section": "pass", "pass": name, "quantize": quantize, "tokens": tokens} | timed
 
 
 def _timed(run: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"us": 1e6 * _seconds(run, calls=10)}
-    except Exception as problem:  # a cut that does not fit is a row, too
+    except Exception as problem:  # a pass that a device cannot run is a row, too
         return {"failed": str(problem).splitlines()[0][:300]}
 
 
-def _layer_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
+def _layer_rows(config: ModelConfig, tokens: int, quantize: str) -> Iterator[dict[str, Any]]:
     """The frozen layer, adapters on attention, and adapters on attention and experts."""
     experts = config.experts
     assert experts is not None
@@ -146,24 +171,30 @@ def _layer_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
     segments = jax.tree.map(jnp.asarray, Segments.from_lengths([tokens // 8] * 8, tokens))
     x = jax.random.normal(jax.random.key(1), (tokens, config.hidden_size), jnp.bfloat16)
     positions = jnp.arange(tokens) % (tokens // 8)
-    frozen_s = 0.0
+    experts_of = {f"{linear.path}.kernel": linear.experts for linear in config.layer(0).linears}
     for name, chosen in LAYERS.items():
         specs = [] if chosen is None else _specs(config, chosen)
         layer = DecoderLayer(config, specs, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         graph, lora, frozen = nnx.split(layer, nnx.LoRAParam, ...)
+        leaves = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(frozen)}
+        weights = {
+            leaf_name: _stored(leaf[...], quantize, experts_of[leaf_name]) if leaf_name in experts_of else leaf[...]
+            for leaf_name, (_, leaf) in leaves.items()
+        }
+        del layer, frozen  # a second copy of the weights
 
-        def passes(x, lora, frozen, graph=graph, specs=specs):
+        def passes(x, lora, weights, graph=graph, specs=specs, leaves=leaves):
             inputs = layer_inputs(config, positions, segments, LoRAContext.of(specs, table) if specs else None)
-            y, pullback = jax.vjp(lambda x, lora: nnx.merge(graph, lora, frozen)(x, inputs), x, lora)
+            filled = nnx.from_flat_state([(path, leaf.replace(weights[name])) for name, (path, leaf) in leaves.items()])
+            y, pullback = jax.vjp(lambda x, lora: nnx.merge(graph, lora, filled)(x, inputs), x, lora)
             return y, pullback(y)
 
         run = jax.jit(passes)
-        assert bool(jnp.isfinite(run(x, lora, frozen)[0].astype(jnp.float32)).all())
-        seconds = _seconds(partial(run, x, lora, frozen))
-        frozen_s = frozen_s or seconds
+        assert bool(jnp.isfinite(run(x, lora, weights)[0].astype(jnp.float32)).all())
+        seconds = _seconds(partial(run, x, lora, weights))
         yield {
-            "section": "layer", "adapters_on": name, "tokens": tokens, "ms": 1e3 * seconds,
-            "tokens_per_s": tokens / seconds, "of_frozen": frozen_s / seconds,
+            "section": "layer", "quantize": quantize, "adapters_on": name, "tokens": tokens, "ms": 1e3 * seconds,
+            "tokens_per_s": tokens / seconds,
             "tile": tile_rows(tokens, experts.active, experts.count),
             "sorted_rows": sorted_rows(tokens, experts.active, experts.count),
         }  # fmt: skip

@@ -99,9 +99,11 @@ PORTABLE_CASES = (  # rank, adapters, rate, known spill bytes of the pass over d
 PORTABLE_ATTENTION = ((64, 0), (128, 72))  # head width, known spill bytes of dk and dv
 PORTABLE_NORM_SPILLS = 8
 MLP_CASES = ((16, 0.1, 0), (16, 0.0, 0), (32, 0.1, 0))  # rank, rate, spills
-EXPERT_CASES = ((8, 4), (64, 4))  # rank, adapters
+EXPERT_CASES = ((8, 4, False), (64, 4, False), (8, 4, True), (64, 4, True))  # rank, adapters, in 8-bit floats
 ATTENTION_SPILLS = 248  # dk and dv
-KERNELS = ("lora_", "rms_norm", "attention", "experts", "delta_rule", "paged_attention", "down_all", "row_")
+KERNELS = (
+    "lora_", "rms_norm", "attention", "experts", "round_rows", "delta_rule", "paged_attention", "down_all", "row_",
+)  # fmt: skip
 PRODUCT = "kernel_mosaic_gpu_kernel"  # of `linear/hopper/gemm.py`
 
 
@@ -170,8 +172,8 @@ def cases(gpu: Gpu) -> Iterator[tuple[str, int, Callable[[], None]]]:
         yield f"linear {backend} r{rank} A{adapters} p{rate:g}", known, partial(linear, backend, rank, adapters, rate)
     for rank, rate, known in MLP_CASES:
         yield f"mlp r{rank} A4 p{rate:g}", known, partial(mlp, rank, rate)
-    for rank, adapters in EXPERT_CASES:
-        yield f"experts r{rank} A{adapters}", 0, partial(experts, rank, adapters)
+    for rank, adapters, fp8 in EXPERT_CASES:
+        yield f"experts{' fp8' * fp8} r{rank} A{adapters}", 0, partial(experts, rank, adapters, fp8=fp8)
     yield "attention", ATTENTION_SPILLS, attention
     yield "norm with residual", 0, norm
     yield "delta rule", 0, delta_rule
@@ -234,12 +236,13 @@ def mlp(rank: int, rate: float) -> None:
     compile_for(GPUS["h200"], step, make)
 
 
-def experts(rank: int, adapters: int) -> None:
+def experts(rank: int, adapters: int, *, fp8: bool) -> None:
     """Forward and backward of gate and up of Qwen3-30B-A3B's experts."""
     import jax
     import jax.numpy as jnp
 
     from pallas_kernels.experts.api import Lora, expert_linear
+    from pallas_kernels.experts.fp8 import Fp8Experts
     from pallas_kernels.experts.rows import sort_rows
     from pallas_kernels.experts.sizes import sorted_rows
 
@@ -251,6 +254,12 @@ def experts(rank: int, adapters: int) -> None:
         y, vjp = jax.vjp(run, x, a, b)
         return vjp(y)
 
+    def kernels():
+        if not fp8:
+            return jnp.zeros((count * width, out), jnp.bfloat16)
+        values = jnp.zeros((count * out, width), jnp.float8_e4m3fn)
+        return Fp8Experts(values=values, scales=jnp.zeros((count, out)))
+
     compile_for(
         GPUS["h200"],
         step,
@@ -258,7 +267,7 @@ def experts(rank: int, adapters: int) -> None:
             jnp.zeros((tokens, active), jnp.int32),
             jnp.zeros(tokens, jnp.int32),
             jnp.zeros((sorted_rows(tokens, active, count), width), jnp.bfloat16),
-            jnp.zeros((count * width, out), jnp.bfloat16),
+            kernels(),
             jnp.zeros((adapters, count, width, rank)),
             jnp.zeros((adapters, count, rank, out)),
         ),

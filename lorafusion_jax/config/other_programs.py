@@ -128,7 +128,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_notes("hub_model_id push_to_hub hub_strategy push_dataset_to_hub", "lorafusion export RUN --push org/name"),
     **_notes("dataset_dir max_samples", "data.train is the file itself"),
     **_notes("lora_target_parameters", "lora.targets: [experts]"),
-    **_notes("quantize_moe_experts", "base.quantize: nf4 stores experts in four bits, too"),
+    **_notes("quantize_moe_experts", "base.quantize stores experts, too: fp8 and int8 in eight bits, nf4 in four"),
     **_notes("experts_implementation use_scattermoe use_sonicmoe", BY_DEVICE),
     **_keys("early_stopping_patience", "early_stop.patience", "evaluations in a row without a better result"),
     **_keys("early_stopping_threshold", "early_stop.min_delta"),

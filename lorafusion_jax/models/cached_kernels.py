@@ -15,7 +15,7 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.models.naming import Tensor
 from lorafusion_jax.models.quantised_kernels import ShardingRule
 from lorafusion_jax.weights.entry import Entry, array_name
-from lorafusion_jax.weights.table import StoredKind
+from lorafusion_jax.weights.table import StoredKernel, StoredKind
 
 
 def read_cached(tensor: Tensor, entry: Entry, kind: StoredKind, rule: ShardingRule) -> dict[str, jax.Array]:
@@ -50,15 +50,19 @@ def host_copy(x: jax.Array) -> np.ndarray:
     return array
 
 
-def program_digest(kind: StoredKind, shapes: Iterable[tuple[int, int]]) -> str:
-    """Returns a digest of everything that turns a kernel into bytes: the program of `quantise`, jax and the device.
+def program_digest(kernels: Iterable[StoredKernel]) -> str:
+    """Returns a digest of everything that turns kernels into bytes: the programs of `quantise`, jax and the device.
 
     Another version of a kind, or of the package that adds it, has another program if its bytes could differ.
     """
     total = hashlib.sha256(f"{version('jax')} {version('jaxlib')} {jax.devices()[0].device_kind}".encode())
-    for shape in sorted(set(shapes)):
-        kernel = jax.ShapeDtypeStruct(shape, jnp.float32)
-        total.update(jax.jit(lambda kernel_KN: dict(kind.quantise(kernel_KN))).lower(kernel).as_text().encode())
+    texts = []
+    for stored in set(kernels):
+        kernel = jax.ShapeDtypeStruct(stored.shape, jnp.float32)
+        texts.append(
+            jax.jit(lambda kernel_KN, kind=stored.kind: dict(kind.quantise(kernel_KN))).lower(kernel).as_text()
+        )
+    total.update("".join(sorted(texts)).encode())
     return total.hexdigest()
 
 

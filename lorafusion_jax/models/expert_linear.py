@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from lorafusion_jax.layout.layer import Linear
 from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.experts.api import Lora, expert_linear
+from pallas_kernels.experts.fp8 import Fp8Experts
 from pallas_kernels.experts.rows import ExpertRows
 from pallas_kernels.tiles import spread
 
@@ -41,7 +42,8 @@ class ExpertLinear(nnx.Module):
         if lora is not None and self.rank:
             pairs = Lora(self.lora_a[...], self.lora_b[...], lora.scale)
         implementation = None if lora is None or lora.implementation != "xla" else "xla"
-        kernel = self.kernel[...]
+        value = self.kernel.get_value()  # an array, or 8-bit floats
+        kernel = value if isinstance(value, Fp8Experts) else self.kernel[...]
         return expert_linear(x, kernel, rows, pairs, experts=self.linear.experts, implementation=implementation)
 
     def bias_of(self, rows: ExpertRows) -> Float[Array, "M N"] | None:

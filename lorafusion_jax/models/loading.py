@@ -36,7 +36,7 @@ from lorafusion_jax.models.naming import Tensor, frozen_tensors
 from lorafusion_jax.models.quantised_kernels import ShardingRule, on_host, read_kernel, tensors_of, transposed_sharding
 from lorafusion_jax.weights.checkpoint_formats import FLOATS, FORMATS, CheckpointFormat, TensorSpec, check_stored_as
 from lorafusion_jax.weights.entry import Entry
-from lorafusion_jax.weights.table import NONE, StoredKind, check_kernels, stored_kind
+from lorafusion_jax.weights.table import NONE, StoredKernel, StoredKind, check_kernels, stored_kind
 
 STAND_IN = 0.01  # not zero: kinds of adapters may divide by the norm of a column
 
@@ -59,7 +59,8 @@ def stand_ins(tensors: Sequence[Tensor], kind: StoredKind | None, dtype: np.dtyp
         name, shape = tensor.leaf_name, tensor.leaf_shape
         if kind is None or not tensor.transposed:
             return filled(name, shape, jnp.float32 if tensor.float32 else dtype)
-        return {part: filled(name, array.shape, array.dtype) for part, array in kind.arrays(*shape).items()}
+        arrays = kind.of(tensor.experts).arrays(*shape)
+        return {part: filled(name, array.shape, array.dtype) for part, array in arrays.items()}
 
     return {tensor.leaf_name: of(tensor) for tensor in tensors}
 
@@ -216,11 +217,15 @@ class FrozenReader:
         return sum(self._bytes(tensor) for tensor in self.tensors)
 
     @property
-    def kernels(self) -> dict[str, tuple[int, int]]:
-        """(K, N) of the kernels that reading quantises, by leaf name."""
-        if self.kind is None or self.form is not None:
+    def kernels(self) -> dict[str, StoredKernel]:
+        """The kernels that reading quantises, by leaf name."""
+        if self.form is not None:
             return {}
-        return {tensor.leaf_name: (tensor.shape[1], tensor.shape[0]) for tensor in self.tensors if tensor.transposed}
+        return {
+            tensor.leaf_name: StoredKernel(kind, (tensor.shape[1], tensor.shape[0]))
+            for tensor in self.tensors
+            if (kind := self._kind_of(tensor)) is not None
+        }
 
     def read(self, progress: Callable[[int], None] = lambda size: None) -> dict[str, Weight]:
         """Reads everything, a few tensors at a time; several processes read in one order.
@@ -250,16 +255,20 @@ class FrozenReader:
         """Arrays of the same shapes in the same places, to compile with: equal ones are one and the same array."""
         return stand_ins(self.tensors, self.kind, self.dtype, self.sharding_rule)
 
+    def _kind_of(self, tensor: Tensor) -> StoredKind | None:
+        return self.kind.of(tensor.experts) if self.kind is not None and tensor.transposed else None
+
     def _bytes(self, tensor: Tensor) -> int:
-        if self.entry is not None and self.kind is not None and tensor.transposed:
-            return sum(array.num_bytes for array in self.kind.arrays(*tensor.leaf_shape).values())
+        kind = self._kind_of(tensor)
+        if self.entry is not None and kind is not None:
+            return sum(array.num_bytes for array in kind.arrays(*tensor.leaf_shape).values())
         entries = (self.stored.get(name) for name in tensors_of(tensor, self.form))
         return sum(entry.stop - entry.start for entry in entries if entry is not None)
 
     def _read(self, tensor: Tensor) -> Weight:
         if self.form is not None and tensor.transposed:
             return dict(read_kernel(tensor, self.form, self.stored, self.sharding_rule))
-        kind = self.kind if tensor.transposed else None
+        kind = self._kind_of(tensor)
         if kind is not None and self.entry is not None:
             return read_cached(tensor, self.entry, kind, self.sharding_rule)
         dtype = jnp.dtype(jnp.float32) if tensor.float32 else self.dtype

@@ -30,6 +30,7 @@ class Tensor:
         transposed: linear kernels are [N, K] in the checkpoint and [K, N] here.
         parts: tensors of the checkpoint that it is made of, if it is not one of them (empty: it is).
         float32: float32 in every model dtype.
+        experts: number of experts whose kernels lie in it one below the other; 0: it is one kernel.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Tensor:
     transposed: bool
     parts: tuple[Part, ...] = ()
     float32: bool = False
+    experts: int = 0
 
     @property
     def leaf_name(self) -> str:
@@ -60,13 +62,14 @@ def _tensor(path: Path, shape: tuple[int, ...], family: Family, config: ModelCon
     *modules, leaf = map(str, path)
     stem = ".".join(modules if modules[0] == "lm_head" else ["model", *modules])
     transposed = leaf == "kernel"
-    parts, name = (), family.tensor_name(f"{stem}.{'weight' if transposed else leaf}")
+    parts, experts, name = (), 0, family.tensor_name(f"{stem}.{'weight' if transposed else leaf}")
     if leaf == "bias" and modules[-1] in EXPERTS:
         number = list(EXPERTS).index(modules[-1])
         name = family.tensor_name(f"model.layers.{modules[1]}.{family.expert_names[number]}_bias")
     if transposed and modules[-1] in EXPERTS:
         number = int(modules[1])
-        parts = expert_parts(family, config.layer(number).linear(modules[-1]), number)
+        linear = config.layer(number).linear(modules[-1])
+        parts, experts = expert_parts(family, linear, number), linear.experts
     if config.norm_bias and leaf == "weight" and len(shape) == 2 and ".".join([*modules, leaf]) not in TABLES:
         names = (name, family.tensor_name(f"{stem}.bias"))
         parts = tuple(Part(name=part, shape=shape[1:], row=row) for row, part in enumerate(names))
@@ -78,6 +81,7 @@ def _tensor(path: Path, shape: tuple[int, ...], family: Family, config: ModelCon
         path=path,
         transposed=transposed,
         parts=parts,
+        experts=experts,
         float32=modules[0] == "layers" and _is_float32(config, int(modules[1]), ".".join([*modules[2:], leaf])),
     )
 

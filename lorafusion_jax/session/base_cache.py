@@ -106,11 +106,11 @@ def open_cache(
         tensors: those that this process reads (None: all).
     """
     reader = full_reader if tensors is None else replace(full_reader, tensors=tensors)
-    kind, kernels = full_reader.kind, full_reader.kernels
-    if base_files is None or kind is None or not kernels or not config.base.cache_quantized:
+    kernels = full_reader.kernels
+    if base_files is None or not kernels or not config.base.cache_quantized:
         return CachedBase(reader=reader)
     places, notices = _places(full_reader), list[RunEvent]()
-    target = entry_folder(base_files, program_digest(kind, kernels.values()))
+    target = entry_folder(base_files, program_digest(kernels.values()))
     try:
         entry = open_entry(target, places)
     except DamagedEntry as damage:
@@ -133,7 +133,7 @@ def open_cache(
 
 
 def _places(reader: FrozenReader) -> dict[str, Place]:
-    return {} if reader.kind is None else entry_places(reader.kind, reader.kernels)
+    return entry_places(reader.kernels)
 
 
 def _skipped(problem: str) -> CacheSkipped:

@@ -107,12 +107,13 @@ class Parts:
 
     def stored_shapes(self, half: Half | None = None, layer_kind: int = 0) -> dict[str, Any]:
         """Like `frozen_shapes`, as stored: for a quantised kernel, shapes by the names of its arrays."""
-        kind, shapes = stored_kind(self.quantize), self.frozen_shapes(half, layer_kind)
+        kind, shapes = stored_kind(self.quantize), dict[str, Any](self.frozen_shapes(half, layer_kind))
         if kind is None:
-            return dict(shapes)
-        kernels = self.model.kinds[layer_kind].kernel_shapes(half)
-        arrays = {name: kind.arrays(*shape) for name, shape in kernels.items()}
-        return shapes | {name: {leaf: spec.shape for leaf, spec in parts.items()} for name, parts in arrays.items()}
+            return shapes
+        for linear in self.model.kinds[layer_kind].linears_of(half):
+            arrays = kind.of(linear.experts).arrays(*linear.kernel_shape)
+            shapes[f"{linear.path}.kernel"] = {leaf: spec.shape for leaf, spec in arrays.items()}
+        return shapes
 
     @property
     def dequantises(self) -> bool:
@@ -122,15 +123,17 @@ class Parts:
 
     def usable(self, stored: StoredWeights) -> Weights:
         """Converts stored weights of a layer or half layer to the form that its ops take."""
-        kind = stored_kind(self.quantize)
+        kind, number = stored_kind(self.quantize), layer_kind(stored)
+        experts = {f"{linear.path}.kernel": linear.experts for linear in self.model.kinds[number].linears}
 
-        def used(weight: Weight) -> FrozenWeight:
+        def used(name: str, weight: Weight) -> FrozenWeight:
             if not isinstance(weight, dict):
                 return weight
             assert kind is not None, "weights were loaded with base.quantize, and these parts were made without"
-            return kind.dequantise(weight, self.dtype) if kind.operand is None else kind.operand(weight)
+            form = kind.of(experts[name])
+            return form.dequantise(weight, self.dtype) if form.operand is None else form.operand(weight)
 
-        return LayerWeights({name: used(weight) for name, weight in stored.items()}, layer_kind(stored))
+        return LayerWeights({name: used(name, weight) for name, weight in stored.items()}, number)
 
     def half(self, frozen: Mapping[str, Any]) -> Half | None:
         """Returns the half of a layer that has these tensors; None for a whole layer."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.samples import BLOCK, sample_offsets
-from lorafusion_jax.weights.table import ArraySpec, StoredKind
+from lorafusion_jax.weights.table import ArraySpec, StoredKernel
 
 WEIGHTS, INDEX = "weights.bin", "index.json"
 Index = tuple[slice, ...]
@@ -41,19 +41,20 @@ class Place:
         return self.start + self.spec.num_bytes
 
 
-def entry_places(kind: StoredKind, kernels: Mapping[str, tuple[int, int]]) -> dict[str, Place]:
+def entry_places(kernels: Mapping[str, StoredKernel]) -> dict[str, Place]:
     """Returns the places of all arrays, by `array_name`.
 
     Args:
-        kernels: (K, N) of each kernel, by its name.
+        kernels: by their names.
 
     >>> from lorafusion_jax.weights.table import INT8
-    >>> {name: place.start for name, place in entry_places(INT8, {"q": (8, 4), "k": (8, 2)}).items()}
+    >>> kernels = {"q": StoredKernel(INT8, (8, 4)), "k": StoredKernel(INT8, (8, 2))}
+    >>> {name: place.start for name, place in entry_places(kernels).items()}
     {'k/scales': 0, 'k/values': 8, 'q/scales': 24, 'q/values': 40}
     """
     places, end = {}, 0
-    for kernel, shape in sorted(kernels.items()):
-        for array, spec in sorted(kind.arrays(*shape).items()):
+    for kernel, stored in sorted(kernels.items()):
+        for array, spec in sorted(stored.arrays.items()):
             places[array_name(kernel, array)] = Place(spec=spec, start=end)
             end += spec.num_bytes
     return places

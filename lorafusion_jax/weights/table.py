@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -58,6 +59,21 @@ class ArraySpec:
         return self.item * math.prod(self.shape)
 
 
+class StoredKernel(NamedTuple):
+    """How one kernel is stored.
+
+    Attributes:
+        shape: (K, N).
+    """
+
+    kind: StoredKind
+    shape: tuple[int, int]
+
+    @property
+    def arrays(self) -> Mapping[str, ArraySpec]:
+        return self.kind.arrays(*self.shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredKind:
     """A way to store a frozen kernel.
@@ -74,6 +90,8 @@ class StoredKind:
             predictions; measured.
         unsupported_reason: (K, N) → why a kernel of that shape cannot be stored so; None: it can.
         on_mesh: the same values in arrays that can be split over a mesh; None: these can, or none can.
+        of_experts: E → how the kernels of E experts are stored, which lie one below the other, [E · K, N], if that is
+            not how any kernel is. Its operand is one of `pallas_kernels.experts`.
 
     Example:
         >>> {name: array.num_bytes for name, array in INT8.arrays(64, 32).items()}
@@ -87,6 +105,11 @@ class StoredKind:
     product_speed: float = 1.0
     unsupported_reason: Callable[[int, int], str | None] = lambda in_features, out_features: None
     on_mesh: StoredKind | None = None
+    of_experts: Callable[[int], StoredKind] | None = None
+
+    def of(self, experts: int) -> StoredKind:
+        """How it stores a kernel of so many experts; 0: of none."""
+        return self if experts == 0 or self.of_experts is None else self.of_experts(experts)
 
 
 def _int8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
@@ -154,7 +177,35 @@ def _blocks_end_with_rows(in_features: int, out_features: int) -> str | None:
     return f"{in_features} in features: its blocks of {nf4.BLOCK} run over the ends of channels" if remainder else None
 
 
-INT8 = StoredKind(arrays=_int8_arrays, quantise=int8.quantise, dequantise=int8.dequantise)
+@lru_cache
+def _int8_of_experts(experts: int) -> StoredKind:
+    def arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
+        shapes = _int8_arrays(in_features, out_features)
+        return shapes | {"scales": ArraySpec(shape=(experts, out_features), dtype="float32")}
+
+    return StoredKind(
+        arrays=arrays, quantise=partial(int8.quantise_experts, experts=experts), dequantise=int8.dequantise_experts
+    )
+
+
+@lru_cache
+def _fp8_of_experts(experts: int) -> StoredKind:
+    def arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
+        shape = experts * out_features, in_features // experts
+        return {
+            "values": ArraySpec(shape=shape, dtype="float8_e4m3fn"),
+            "scales": ArraySpec(shape=(experts, out_features), dtype="float32"),
+        }
+
+    return StoredKind(
+        arrays=arrays,
+        quantise=partial(fp8.quantise_experts, experts=experts),
+        dequantise=fp8.dequantise_experts,
+        operand=fp8.experts_operand,
+    )
+
+
+INT8 = StoredKind(arrays=_int8_arrays, quantise=int8.quantise, dequantise=int8.dequantise, of_experts=_int8_of_experts)
 NF4_ROWS = StoredKind(
     arrays=_nf4_row_arrays,
     quantise=nf4.quantise_rows,
@@ -182,6 +233,7 @@ FP8 = StoredKind(
     # A layer of Llama-3.1-8B's shape with four adapters takes 0.70 of the time, and the predicted products are three
     # quarters of it (H200, benchmarks/results/quantised_layer_h200_2026-11-23b).
     product_speed=1.65,
+    of_experts=_fp8_of_experts,
 )
 FP8_BLOCKS = StoredKind(arrays=_fp8_block_arrays, quantise=fp8_blocks.quantise, dequantise=fp8_blocks.dequantise)
 
@@ -213,13 +265,13 @@ def check_kernels(name: str, shapes: Mapping[str, tuple[int, int]]) -> None:
     kind = stored_kind(name)
     reasons = {} if kind is None else {leaf: kind.unsupported_reason(*shape) for leaf, shape in shapes.items()}
     experts = [leaf for leaf in shapes if any(part in EXPERTS for part in leaf.split("."))]
-    if kind is not None and kind.operand is not None and experts:
+    if kind is not None and kind.operand is not None and kind.of_experts is None and experts:
         raise ConfigError(
             "base.quantize-experts",
             f"projections of experts cannot be stored as {name}.",
             where="base.quantize",
             why=f"the products of experts read plain weights, and {name} is multiplied as it is stored",
-            fix="base.quantize: nf4",
+            fix="base.quantize: fp8",
         )
     for leaf, reason in reasons.items():
         if reason is not None:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.checkpoint_names import named_s
 from pallas_kernels.device import target_platform
 from pallas_kernels.experts import xla
+from pallas_kernels.experts.fp8 import Fp8Experts, Kernels
 from pallas_kernels.experts.rows import ExpertRows
 
 ExpertImplementation = Literal["xla", "pallas_triton"]
@@ -32,7 +33,7 @@ class Lora(NamedTuple):
 
 def expert_linear(
     x: Float[Array, "M K"],
-    w: Float[Array, "EK N"],
+    w: Float[Array, "EK N"] | Fp8Experts,
     rows: ExpertRows,
     lora: Lora | None = None,
     *,
@@ -48,7 +49,8 @@ def expert_linear(
 
     Args:
         x: rows in the order of `sort_rows`; padding rows are zero.
-        w: the kernels of all experts, one below the other, [E · K, N].
+        w: the kernels of all experts, one below the other, [E · K, N], or the same in 8-bit floats, which multiplies
+            rounded rows (see `experts.fp8`).
         rows: where the rows come from.
         lora: None: the frozen projections alone.
         experts: E.
@@ -76,11 +78,11 @@ class Static:
     experts: int
 
 
-def _choose(x: Array, w: Array, experts: int, lora: Lora | None, implementation: str | None) -> ModuleType:
+def _choose(x: Array, w: Kernels, experts: int, lora: Lora | None, implementation: str | None) -> ModuleType:
     if implementation == "xla" or (implementation is None and target_platform() not in ("gpu", "cuda")):
         return xla
     try:
-        triton = importlib.import_module("pallas_kernels.experts.triton")
+        triton = importlib.import_module("pallas_kernels.experts.triton.backend")
         reason = triton.unsupported_reason(x, w, experts, 0 if lora is None else lora.a.shape[-1])
     except ImportError as missing:  # jax has announced the end of this lowering
         triton, reason = xla, str(missing)
@@ -90,11 +92,11 @@ def _choose(x: Array, w: Array, experts: int, lora: Lora | None, implementation:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _frozen(static: Static, x: Array, w: Array, rows: ExpertRows) -> Array:
+def _frozen(static: Static, x: Array, w: Kernels, rows: ExpertRows) -> Array:
     return static.backend.product(x, w, rows, static.experts)
 
 
-def _frozen_fwd(static: Static, x: Array, w: Array, rows: ExpertRows):
+def _frozen_fwd(static: Static, x: Array, w: Kernels, rows: ExpertRows):
     return _frozen(static, x, w, rows), (w, rows)
 
 
@@ -107,11 +109,11 @@ _frozen.defvjp(_frozen_fwd, _frozen_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_lora(static: Static, x: Array, w: Array, rows: ExpertRows, a: Array, b: Array, scale: Array) -> Array:
+def _with_lora(static: Static, x: Array, w: Kernels, rows: ExpertRows, a: Array, b: Array, scale: Array) -> Array:
     return _with_lora_fwd(static, x, w, rows, a, b, scale)[0]
 
 
-def _with_lora_fwd(static: Static, x: Array, w: Array, rows: ExpertRows, a: Array, b: Array, scale: Array):
+def _with_lora_fwd(static: Static, x: Array, w: Kernels, rows: ExpertRows, a: Array, b: Array, scale: Array):
     y, s = static.backend.forward(x, w, rows, static.experts, a, b, scale)
     # Residuals hold the caller's own arrays, so a caller that stores residuals can recognise the frozen weights.
     return y, (x, w, rows, a, b, scale, named_s(s))

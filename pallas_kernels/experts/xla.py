@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.experts.fp8 import Fp8Experts, Kernels
 from pallas_kernels.experts.rows import ExpertRows
+from pallas_kernels.quantised.fp8 import sum_last
 
 
 def kernels(w: jax.Array, experts: int) -> jax.Array:
@@ -22,13 +24,19 @@ def kernels(w: jax.Array, experts: int) -> jax.Array:
     return w.reshape(experts, -1, w.shape[1])
 
 
-def product(x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, *, transposed: bool = False) -> jax.Array:
+def product(x: jax.Array, w: Kernels, rows: ExpertRows, experts: int, *, transposed: bool = False) -> jax.Array:
     """Multiplies each tile by its expert's kernel, or by its transpose."""
     return _product(x, w, rows, experts, transposed=transposed).astype(x.dtype)
 
 
 def forward(
-    x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array
+    x: jax.Array,
+    w: Kernels,
+    rows: ExpertRows,
+    experts: int,
+    a: jax.Array,
+    b: jax.Array,
+    scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns y and S = x A, in the type of x."""
     x_wide = _lengthened(x, rows)
@@ -46,7 +54,7 @@ def forward(
 
 
 def backward(
-    x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array,
+    x: jax.Array, w: Kernels, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array,
     s: jax.Array, dy: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Returns dx, and dA and dB in float32."""
@@ -69,21 +77,38 @@ def backward(
     return dx[: len(x)].astype(x.dtype), da, db
 
 
-def _product(x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, *, transposed: bool) -> jax.Array:
+def _product(x: jax.Array, w: Kernels, rows: ExpertRows, experts: int, *, transposed: bool) -> jax.Array:
     """In float32."""
-    w_EKN, tile_expert = kernels(w, experts), rows.tile_expert
-    out = w_EKN.shape[1 if transposed else 2]
+    if isinstance(w, Fp8Experts):
+        return _fp8_product(x, w, rows, transposed=transposed)
+    w_EKN = kernels(w, experts)
+    spec = "jn,kn->jk" if transposed else "jk,kn->jn"
+    return _over_tiles(x, rows, lambda x_JK, expert: _dot(spec, x_JK, w_EKN[expert]))
+
+
+def _fp8_product(x: jax.Array, w: Fp8Experts, rows: ExpertRows, *, transposed: bool) -> jax.Array:
+    x8, row_scales = w.rounded(rows, x, transposed=transposed, interpret=None)
+
+    def product_of_tile(x8_J: jax.Array, expert: jax.Array) -> jax.Array:
+        values_NK = w.values_ENK[expert]
+        if transposed:
+            return sum_last(x8_J, values_NK.T, jnp.float32)
+        return sum_last(x8_J, values_NK, jnp.float32) * w.scales[expert]
+
+    return _over_tiles(x8, rows, product_of_tile) * row_scales
+
+
+def _over_tiles(x: jax.Array, rows: ExpertRows, product: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """Runs product(rows of a tile, expert) on every tile; zero where a tile has no rows."""
 
     def product_of_tile(tile):
-        x_JK, expert = tile
-        return lax.cond(
-            expert >= 0,
-            lambda: _dot("jn,kn->jk" if transposed else "jk,kn->jn", x_JK, w_EKN[expert]),
-            lambda: jnp.zeros((x_JK.shape[0], out), jnp.float32),
-        )
+        x_J, expert = tile
+        shape = jax.eval_shape(product, x_J, expert).shape
+        return lax.cond(expert >= 0, lambda: product(x_J, expert), lambda: jnp.zeros(shape, jnp.float32))
 
-    tiles = x.reshape(len(tile_expert), -1, x.shape[-1])
-    return lax.map(product_of_tile, (tiles, tile_expert)).reshape(-1, out)
+    tiles = x.reshape(len(rows.tile_expert), -1, x.shape[-1])
+    out = lax.map(product_of_tile, (tiles, rows.tile_expert))
+    return out.reshape(len(x), -1)
 
 
 def _over_runs(rows: ExpertRows, adapters: int, experts: int, add: Callable[..., Any], start: Any) -> Any:

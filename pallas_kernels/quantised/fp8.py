@@ -88,11 +88,11 @@ class Fp8Weight:
 
     def sums(self, x8: Float[Array, "*B K"], dtype: jnp.dtype) -> Float[Array, "*B N"]:
         """x W without any scale, as wide as a result of type `dtype` wants."""
-        return _sum_last(x8, self.values, _sum_type(dtype))
+        return sum_last(x8, self.values, _sum_type(dtype))
 
     def transposed_sums(self, dy8: Float[Array, "*B N"], dtype: jnp.dtype) -> Float[Array, "*B K"]:
         """dY W^T without any scale."""
-        return _sum_last(dy8, self.values_KN, _sum_type(dtype))
+        return sum_last(dy8, self.values_KN, _sum_type(dtype))
 
 
 def quantise(kernel_KN: Float[Array, "K N"], *, both: bool = False) -> Fp8Weight:
@@ -102,11 +102,15 @@ def quantise(kernel_KN: Float[Array, "K N"], *, both: bool = False) -> Fp8Weight
         kernel_KN: floating.
         both: keep the values in both orders.
     """
-    wide_NK = kernel_KN.T.astype(jnp.float32)
-    scales_N, _ = power_of_two_scales(jnp.max(jnp.abs(wide_NK), axis=1))
-    scales_N = jnp.maximum(scales_N, SMALLEST_SCALE)
-    values_NK = (wide_NK * (1 / scales_N)[:, None]).astype(E4M3)
+    values_NK, scales_N = round_channels(kernel_KN.T.astype(jnp.float32))
     return Fp8Weight(values=values_NK, scales=scales_N, transposed=values_NK.T if both else None)
+
+
+def round_channels(channels: Float[Array, "*B K"]) -> tuple[Float[Array, "*B K"], Float[Array, "*B"]]:
+    """Rounds out features of a weight, float32, each with a scale of its own."""
+    scales, _ = power_of_two_scales(jnp.max(jnp.abs(channels), axis=-1))
+    scales = jnp.maximum(scales, SMALLEST_SCALE)
+    return (channels * (1 / scales)[..., None]).astype(E4M3), scales
 
 
 def dequantise(weight: Fp8Weight, dtype: jnp.dtype) -> Float[Array, "K N"]:
@@ -114,7 +118,7 @@ def dequantise(weight: Fp8Weight, dtype: jnp.dtype) -> Float[Array, "K N"]:
     return (weight.values.astype(jnp.float32) * weight.scales[:, None]).astype(dtype).T
 
 
-def _sum_last(lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def sum_last(lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Sums lhs[t, i] · rhs[j, i] over i. Devices without such products multiply the same values in a wider type."""
     last = (((lhs.ndim - 1,), (1,)), ((), ()))
     if not has_fp8_products():

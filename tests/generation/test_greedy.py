@@ -105,3 +105,13 @@ def test_a_quantised_base_generates_as_its_dequantised_weights(kind):
     wanted = [answer.tokens for answer in Generator([plain])(prompts)]
     assert [answer.tokens for answer in Generator([stage])(prompts)] == wanted
     assert [answer.tokens for answer in before] != wanted
+
+
+@pytest.mark.parametrize("kind", ["fp8", more_cases.nightly("int8")])
+def test_experts_in_8_bits_generate_the_same_alone_and_together(kind):
+    """Rows of a batch share tiles of an expert, and each is rounded by itself."""
+    source = Source(base=golden("gpt_oss"), adapters=(), asked=(), dtype="float32", quantize=kind)
+    generator = Generator([load_stage(source)])
+    prompts = [Request(tokens=prompt, sampling=Sampling(max_tokens=6)) for prompt in RECORD["prompts"]]
+    together = [answer.tokens for answer in generator(prompts)]
+    assert [generator([prompt])[0].tokens for prompt in prompts] == together

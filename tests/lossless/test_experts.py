@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from adapter_folders import distance, weights
@@ -19,7 +21,7 @@ from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train
 from lorafusion_jax.training.loop import PlanRun
-from lorafusion_jax.weights.table import check_kernels
+from lorafusion_jax.weights.table import KINDS, check_kernels
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps of Adam
@@ -45,7 +47,7 @@ def base(make_base, tmp_path_factory):
 def job(base, tmp_path_factory):
     """job(names, **sections) → the configuration of a job with these adapters, and a folder for its run."""
 
-    def job(names=tuple(TARGETS), breaking=(), **sections):
+    def job(names=tuple(TARGETS), breaking=(), quantize="none", **sections):
         folder = tmp_path_factory.mktemp("job")
         adapters = [
             {
@@ -59,7 +61,8 @@ def job(base, tmp_path_factory):
             for number, name in enumerate(TARGETS)
             if name in names
         ]
-        return load_config(write_job(folder, base, adapters, **sections)), folder / "run"
+        overrides = [f"base.quantize={quantize}", "base.cache_quantized=false"]
+        return load_config(write_job(folder, base, adapters, **sections), overrides), folder / "run"
 
     return job
 
@@ -111,6 +114,32 @@ def test_a_diverging_adapter_leaves_the_experts_of_others_bitwise(run):
         np.testing.assert_array_equal(from_broken[key], other[key], err_msg=key)
 
 
+FP8 = {"quantize": "fp8"}
+
+
+@pytest.mark.parametrize("sections", [{}, nightly({"mesh": EVERY_AXIS})], ids=str)
+def test_joint_training_equals_separate_training_on_8_bit_floats(run, sections):
+    """Rows are rounded by themselves, so no adapter changes what another's rows become."""
+    joint = weights(run(**FP8), "med")
+    assert distance(joint, weights(run(("med",), **FP8, **sections), "med")) < TOLERANCE
+    assert any(joint[key].any() for key in joint if key.endswith(" 1")), "B is zero: nothing was learned"
+
+
+def test_losses_on_8_bit_floats_are_close_to_those_without(run):
+    """Rounding moves an element by at most 2^-4 of its size, in both directions alike, so a sum of products moves by
+    about 2^-5 of its norm, and logits and losses of a few layers by a few hundredths of theirs.
+    """
+
+    def losses(folder, name):
+        rows = read_rows(folder.path / "metrics.jsonl")
+        return np.array([row["loss"] for row in rows if row["kind"] == "step" and row["adapter"] == name])
+
+    for name in TARGETS:
+        plain, rounded = losses(run(), name), losses(run(**FP8), name)
+        assert (plain != rounded).all()
+        np.testing.assert_allclose(rounded, plain, rtol=2**-5)
+
+
 def test_small_layers_save_everything(run):
     started = next(row for row in read_rows(run().path / "events.jsonl") if row["kind"] == "started")
     assert started["remat"] == "everything"
@@ -133,6 +162,15 @@ def test_a_folder_names_parameters_as_peft_does(run):
 
 def test_a_resumed_run_equals_one_without_a_break(job, run, monkeypatch):
     """Its checkpoint holds the adapters of all experts."""
+    check_resumed(job, run, monkeypatch)
+
+
+@pytest.mark.nightly
+def test_a_resumed_run_on_8_bit_floats_equals_one_without_a_break(job, run, monkeypatch):
+    check_resumed(job, run, monkeypatch, **FP8)
+
+
+def check_resumed(job, run, monkeypatch, **sections):
     original, loops = PlanRun.__init__, []
 
     def init(self, *arguments, **named):
@@ -140,13 +178,13 @@ def test_a_resumed_run_equals_one_without_a_break(job, run, monkeypatch):
         loops.append(self)
 
     monkeypatch.setattr(PlanRun, "__init__", init)
-    config, folder = job()
+    config, folder = job(**sections)
     stop = lambda event: event.kind == "slot" and event.slot == 1 and loops[-1]._stop.set()  # noqa: E731
     with pytest.raises(Interrupted):
         train(config, folder, listeners=[stop])
     resume(folder)
     for name in TARGETS:
-        whole, other = weights(run(), name), weights(RunFolder(folder), name)
+        whole, other = weights(run(**sections), name), weights(RunFolder(folder), name)
         for key in whole:
             np.testing.assert_array_equal(whole[key], other[key], err_msg=key)
 
@@ -157,11 +195,14 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_experts_are_not_stored_in_eight_bits(make_base, tmp_path):
+def test_experts_are_not_stored_in_a_way_that_their_products_cannot_read(make_base, tmp_path, monkeypatch):
+    """Of a kind that multiplies as it is stored, and that knows no experts."""
+    monkeypatch.setitem(KINDS, "odd", replace(KINDS["fp8"], of_experts=None))
     config = ModelConfig.from_hf(make_base(tmp_path / "base", **SMALL))
-    check_kernels("nf4", config.layer(0).kernel_shapes())
-    with pytest.raises(ConfigError, match="projections of experts cannot be stored as fp8"):
-        check_kernels("fp8", config.layer(0).kernel_shapes())
+    for name in ("nf4", "fp8", "int8"):
+        check_kernels(name, config.layer(0).kernel_shapes())
+    with pytest.raises(ConfigError, match="projections of experts cannot be stored as odd"):
+        check_kernels("odd", config.layer(0).kernel_shapes())
 
 
 @pytest.mark.nightly

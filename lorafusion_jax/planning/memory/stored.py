@@ -10,6 +10,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.adapters.tokens import Table
 from lorafusion_jax.layout.layer import Half
+from lorafusion_jax.planning.memory.calls import expert_rows
 from lorafusion_jax.planning.memory.problem import FLOAT32, MemoryProblem
 from lorafusion_jax.weights.table import NONE, stored_kind
 
@@ -24,10 +25,11 @@ def layer_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1,
 
 def kernel_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1, number: int = 0) -> int:
     """The kernels' part of `layer_bytes`."""
-    kernels, kind = problem.device_model.layer(number).kernel_shapes(half).values(), stored_kind(problem.quantize)
+    linears, kind = problem.device_model.layer(number).linears_of(half), stored_kind(problem.quantize)
     if kind is None:
-        return problem.item * sum(_share(shape, fsdp) for shape in kernels)
-    arrays = (array for k, n in kernels for array in kind.arrays(k, n).values())
+        return problem.item * sum(_share(linear.kernel_shape, fsdp) for linear in linears)
+    forms = (kind.of(linear.experts).arrays(*linear.kernel_shape) for linear in linears)
+    arrays = (array for form in forms for array in form.values())
     return sum(array.item * _share(array.shape, fsdp) for array in arrays)
 
 
@@ -54,8 +56,13 @@ def dequantised_bytes(problem: MemoryProblem, number: int) -> int:
         return 0
     if kind.operand is None:
         return kernel_bytes(replace(problem, quantize=NONE), number=number)
-    inner = problem.device_model.layer(number).mlp.inner
-    return kernel_bytes(problem, number=number) + problem.capacity_tokens * inner
+    layer = problem.device_model.layer(number)
+    copied = [
+        expert_rows(problem, linear.experts, linear.active) * max(linear.shape)
+        for linear in layer.linears
+        if linear.experts
+    ]
+    return kernel_bytes(problem, number=number) + max([problem.capacity_tokens * layer.mlp.inner, *copied])
 
 
 def _share(shape: Sequence[int], fsdp: int) -> int:

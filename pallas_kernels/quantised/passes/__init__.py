@@ -24,11 +24,14 @@ class Passes(Protocol):
     """The functions of an implementation; `interpret` is for kernels on a CPU."""
 
     def round_rows(
-        self, x: jax.Array, factor: jax.Array | None = None, *, dtype: Any = E4M3, interpret: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, factor: jax.Array | None = None, owner: jax.Array | None = None, *,
+        dtype: Any = E4M3, interpret: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """Returns e4m3 [T, K] and scales [T, 1] of x, or of x · factor in float32; see `quantised.rows.round_rows`.
 
         Args:
+            factor: [K], or with `owner` [E, K].
+            owner: int32, e of every block of T / blocks rows, a power of two.
             dtype: that the values of e4m3 are written in.
         """
         ...
@@ -48,6 +51,11 @@ class Passes(Protocol):
         ...
 
 
+def plain() -> Passes:
+    """Returns XLA's passes."""
+    return cast(Passes, importlib.import_module("pallas_kernels.quantised.passes.xla"))
+
+
 @functools.cache
 def load() -> Passes:
     """Returns the kernels, or XLA's passes where this version of jax has no Triton lowering."""
@@ -58,4 +66,4 @@ def load() -> Passes:
             f"8-bit products run with plain XLA around them and are slower: kernels cannot be imported ({missing})",
             stacklevel=2,
         )
-        return cast(Passes, importlib.import_module("pallas_kernels.quantised.passes.xla"))
+        return plain()

@@ -12,13 +12,19 @@ from pallas_kernels.quantised import rows
 
 def round_rows(
     x: Float[Array, "T K"],
-    factor: Float[Array, " K"] | None = None,
+    factor: Float[Array, "*E K"] | None = None,
+    owner: Int[Array, " blocks"] | None = None,
     *,
     dtype: Any = rows.E4M3,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T K"], Float[Array, "T 1"]]:
     del interpret
-    values, scales = rows.round_rows(x if factor is None else x.astype(jnp.float32) * factor)
+    wide = x
+    if owner is not None and factor is not None:
+        wide = (x.astype(jnp.float32).reshape(len(owner), -1, x.shape[1]) * factor[owner][:, None]).reshape(x.shape)
+    elif factor is not None:
+        wide = x.astype(jnp.float32) * factor
+    values, scales = rows.round_rows(wide)
     return values.astype(dtype), scales
 
 

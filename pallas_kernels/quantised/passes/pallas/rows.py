@@ -12,7 +12,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.quantised.rows import E4M3, power_of_two_scales
 from pallas_kernels.sizes import power_of_two
@@ -24,7 +24,8 @@ NUM_WARPS = 8
 
 def round_rows(
     x: Float[Array, "T K"],
-    factor: Float[Array, " K"] | None = None,
+    factor: Float[Array, "*E K"] | None = None,
+    owner: Int[Array, " blocks"] | None = None,
     *,
     dtype: Any = E4M3,
     interpret: bool = False,
@@ -32,11 +33,14 @@ def round_rows(
     """The same values and scales as `quantised.rows.round_rows` of x, or of x · factor in float32.
 
     Args:
+        factor: [K], or with `owner` [E, K].
+        owner: e of every block of T / blocks rows, a power of two.
         dtype: that the values are written in.
     """
     T, K = x.shape
     padded = power_of_two(K)
-    rows = rows_of_program(T, padded)
+    of_owner = T if owner is None else T // len(owner)  # rows
+    rows = min(rows_of_program(T, padded), of_owner)
 
     def kernel(x_ref, *refs):
         *factor_ref, out_ref, scale_ref = refs
@@ -45,7 +49,8 @@ def round_rows(
         wide = plt.load(x_ref.at[row, column], mask=column < K, other=0.0).astype(jnp.float32)
         if factor_ref:
             index = lax.broadcasted_iota(jnp.int32, (padded,), 0)
-            wide = wide * plt.load(factor_ref[0].at[index], mask=index < K, other=0.0)[None]
+            at = (index,) if owner is None else (factor_ref[1][pl.program_id(0) * rows // of_owner], index)
+            wide = wide * plt.load(factor_ref[0].at[at], mask=index < K, other=0.0)[None]
         scales, inverse = power_of_two_scales(jnp.max(jnp.abs(wide), axis=1))
         plt.store(
             out_ref.at[row, column], (wide * inverse[:, None]).astype(E4M3).astype(out_ref.dtype), mask=column < K
@@ -54,7 +59,7 @@ def round_rows(
 
     values, scales = call(
         kernel,
-        [x] if factor is None else [x, factor],
+        [x, *(array for array in (factor, owner) if array is not None)],
         name="round_rows",
         grid=(T // rows,),
         out_shape=(jax.ShapeDtypeStruct((T, K), dtype), jax.ShapeDtypeStruct((T,), jnp.float32)),

@@ -9,17 +9,18 @@ M sorted rows · K in · N out · E experts · A adapters · R rank, Q rank padd
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.device import interprets, shared_memory_bytes, target_platform, wide_integers
+from pallas_kernels.device import interprets, target_platform, wide_integers
+from pallas_kernels.experts.fp8 import Fp8Experts, Kernels
 from pallas_kernels.experts.rows import ExpertRows
+from pallas_kernels.experts.triton import fp8
+from pallas_kernels.experts.triton.blocks import Blocks, fastest_blocks
+from pallas_kernels.experts.triton.low_rank import add_low_rank, is_inside
 from pallas_kernels.sizes import power_of_two, row_block
 from pallas_kernels.triton_call import call, dot
 
@@ -28,34 +29,7 @@ _LEAST = 16  # rows and columns of a product of Triton
 _SUMMED = 64  # rows of a step of the sums of a run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """How the frozen product is cut: most columns of a program, contracted features of a step, and Triton's numbers."""
-
-    columns: int = 256
-    depth: int = 64
-    num_warps: int = 8
-    num_stages: int = 3
-
-    def shared_bytes(self, tile: int, item: int) -> int:
-        """Shared memory of a program."""
-        return self.num_stages * self.depth * (tile + self.columns) * item
-
-
-# Fastest first, on an H200. Low-rank terms in a tile of 256 columns leave room for one program at a time.
-CUTS = (Blocks(), Blocks(columns=128), Blocks(columns=128, num_stages=2), Blocks(columns=128, depth=32, num_stages=2))
-
-
-def fastest_blocks(tile: int, item: int) -> Blocks:
-    """The first of `CUTS` that fits into the device's shared memory.
-
-    >>> fastest_blocks(128, 2).columns
-    256
-    """
-    return next((blocks for blocks in CUTS if blocks.shared_bytes(tile, item) <= shared_memory_bytes()), CUTS[-1])
-
-
-def unsupported_reason(x: jax.Array, w: jax.Array, experts: int, rank: int) -> str | None:
+def unsupported_reason(x: jax.Array, w: Kernels, experts: int, rank: int) -> str | None:
     """Says why a call cannot be served; None: it can."""
     num_in, num_out = w.shape[0] // experts, w.shape[1]
     if target_platform() not in ("gpu", "cuda", "cpu"):
@@ -66,12 +40,16 @@ def unsupported_reason(x: jax.Array, w: jax.Array, experts: int, rank: int) -> s
         return f"x is {x.dtype}; it takes bfloat16, float16 and float32"
     if num_in % 32 or num_out % 32:
         return f"kernels of {num_in} x {num_out}: it needs multiples of 32"
-    return f"rank {rank}: it takes up to {MAX_RANK}" if rank > MAX_RANK else None
+    if rank > MAX_RANK:
+        return f"rank {rank}: it takes up to {MAX_RANK}"
+    if isinstance(w, Fp8Experts) and x.dtype == jnp.float16 and not fp8.multiplies():
+        return "x is float16, which does not hold the values of 8-bit floats with their scales"
+    return None
 
 
 def product(
     x: jax.Array,
-    w: jax.Array,
+    w: Kernels,
     rows: ExpertRows,
     experts: int,
     *,
@@ -83,7 +61,7 @@ def product(
 
 
 def forward(
-    x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array, *,
+    x: jax.Array, w: Kernels, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array, *,
     blocks: Blocks | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns y, and S = x A in the type of x, [M, Q]. Rows without an adapter hold no meaning in S."""
@@ -93,7 +71,7 @@ def forward(
 
 
 def backward(
-    x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array,
+    x: jax.Array, w: Kernels, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array,
     s: jax.Array, dy: jax.Array, *, blocks: Blocks | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Returns dx, and dA and dB in float32."""
@@ -118,10 +96,14 @@ def _padded(rank: int) -> int:
 
 
 def _gemm(
-    lhs: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, low: tuple[jax.Array, jax.Array] | None,
+    lhs: jax.Array, w: Kernels, rows: ExpertRows, experts: int, low: tuple[jax.Array, jax.Array] | None,
     cut: Blocks | None, *, transposed: bool,
 ) -> jax.Array:  # fmt: skip
     """lhs W[e] + low bank[p, e], or with both transposed."""
+    if isinstance(w, Fp8Experts):
+        if fp8.multiplies():
+            return fp8.gemm(lhs, w, rows, experts, low, cut, transposed=transposed)
+        lhs, w = fp8.widened(lhs, w, rows, transposed=transposed)
     num_in, num_out = w.shape[0] // experts, w.shape[1]
     cut = cut or fastest_blocks(rows.tile, lhs.dtype.itemsize)
     width, depth_of = (num_in, num_out) if transposed else (num_out, num_in)
@@ -143,7 +125,7 @@ def _gemm(
             # The low-rank product starts the accumulator of the frozen one: one result, written once.
             acc = jnp.zeros((tile, columns), jnp.float32)
             if low_refs:
-                acc = _low_rank(acc, number, tile_rows, tile_columns, experts, low_refs, transposed=transposed)
+                acc = add_low_rank(acc, number, tile_rows, tile_columns, experts, low_refs, transposed=transposed)
 
             def step(i, acc):
                 inner = pl.ds(i * depth, depth)
@@ -169,32 +151,6 @@ def _gemm(
     )
 
 
-def _low_rank(
-    acc: jax.Array, number: jax.Array, own_rows: Any, own_columns: Any, experts: int, refs: list[Any], *,
-    transposed: bool,
-) -> jax.Array:  # fmt: skip
-    """Adds each adapter's product to its rows of a tile.
-
-    Rows of others get zero times its bank, so values of the bank that are not finite are cut out before, and what they
-    reach of its own rows is NaN. To select the product would take a second accumulator, and half as many programs fit.
-    """
-    low_ref, bank_ref, tile_segment_ref, segment_run_ref, start_ref, stop_ref = refs
-    runs_of_expert = len(start_ref) // experts
-
-    def add(segment, acc):
-        run = segment_run_ref[segment]
-        pair = run % runs_of_expert * experts + run // runs_of_expert
-        inside = lambda width: _inside(own_rows.start, (len(acc), width), start_ref[run], stop_ref[run])  # noqa: E731
-        s_tile = jnp.where(inside(low_ref.shape[1]), low_ref[own_rows, :], 0)
-        bank = bank_ref[pair, own_columns, :] if transposed else bank_ref[pair, :, own_columns]
-        finite = jnp.abs(bank.astype(jnp.float32)) < jnp.inf
-        acc = acc + dot(s_tile, jnp.where(finite, bank, 0), trans_rhs=transposed)
-        broken = jnp.where(finite, 0, 1).max(1 if transposed else 0) > 0
-        return jnp.where(inside(1) & broken[None, :], jnp.nan, acc)
-
-    return lax.fori_loop(tile_segment_ref[number], tile_segment_ref[number + 1], add, acc)
-
-
 def down(x: jax.Array, bank: jax.Array, rows: ExpertRows, experts: int, *, transposed: bool = False) -> jax.Array:
     """x bank[p, e] in the rows of adapters, [M, Q]. Other rows are not written."""
     rank = bank.shape[1] if transposed else bank.shape[2]
@@ -212,14 +168,14 @@ def down(x: jax.Array, bank: jax.Array, rows: ExpertRows, experts: int, *, trans
 
             def step(i, acc):
                 inner = pl.ds(i * depth, depth)
-                inside = _inside(row0, (tile, depth), start, stop)
+                inside = is_inside(row0, (tile, depth), start, stop)
                 x_tile = plt.load(x_ref.at[tile_rows, inner], mask=inside, other=0.0)
                 if transposed:
                     return acc + dot(x_tile, bank_ref[pair, :, inner], trans_rhs=True)
                 return acc + dot(x_tile, bank_ref[pair, inner, :])
 
             acc = lax.fori_loop(0, x.shape[1] // depth, step, jnp.zeros((tile, rank), jnp.float32))
-            inside = _inside(row0, (tile, rank), start, stop)
+            inside = is_inside(row0, (tile, rank), start, stop)
             plt.store(out_ref.at[tile_rows, :], acc.astype(out_ref.dtype), mask=inside)
 
     return call(
@@ -254,7 +210,7 @@ def sums(
         def step(i, acc):
             row0 = start + i * block
             block_rows = pl.ds(row0, block)
-            inside = lambda width: _inside(row0, (block, width), start, stop)  # noqa: E731
+            inside = lambda width: is_inside(row0, (block, width), start, stop)  # noqa: E731
             left_tile = plt.load(left_ref.at[block_rows, pl.ds(column0, columns)], mask=inside(columns), other=0.0)
             right_tile = plt.load(right_ref.at[block_rows, :], mask=inside(padded), other=0.0)
             return acc + dot(left_tile, right_tile, trans_lhs=True)
@@ -279,8 +235,3 @@ def sums(
         interpret=interprets(),
         flops=2 * left.size * rank,
     ).reshape(shape)
-
-
-def _inside(row0: jax.Array, shape: tuple[int, int], start: jax.Array, stop: jax.Array) -> jax.Array:
-    row = row0 + lax.broadcasted_iota(jnp.int32, shape, 0)
-    return (row >= start) & (row < stop)

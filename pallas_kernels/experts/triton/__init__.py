@@ -1,0 +1,1 @@
+"""The projections of experts as Triton kernels: `backend` is what the op calls."""
