@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,9 @@ def mark_covered(items: Iterable[pytest.Item]) -> None:
     """Marks covered cases `nightly`."""
     cases, covering = read_cases(), read_covering()
     families = tuple(case[:-1] for case in cases if case.endswith("*"))
+    file_of = cache(lambda path: path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else "")
     for item in items:
-        file = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+        file = file_of(item.path)
         case = f"{file}::{item.nodeid.partition('::')[2]}"
         test = case.partition("[")[0]
         if not covering & {case, test} and (cases.keys() & {case, test, file} or case.startswith(families)):

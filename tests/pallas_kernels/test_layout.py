@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,9 @@ def imports(path: Path) -> set[str]:
     return modules
 
 
-FILES = {module(path): imports(path) for path in sorted(PACKAGE.rglob("*.py"))}
+@cache  # collecting tests, which every worker does, parses no files
+def files() -> dict[str, set[str]]:
+    return {module(path): imports(path) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def folder(name: str) -> str:
@@ -55,10 +58,10 @@ def test_folders_import_in_one_direction():
         "state_space": {NEUTRAL, "delta_rule", "state_space"},
         "tuning": set(order),
     }
-    assert {folder(name) for name in FILES} == set(order)
+    assert {folder(name) for name in files()} == set(order)
     wrong = {
         f"{name} imports {target}"
-        for name, targets in FILES.items()
+        for name, targets in files().items()
         if name != "pallas_kernels"  # the public names
         for target in targets
         if folder(target) not in may[folder(name)]
@@ -69,13 +72,13 @@ def test_folders_import_in_one_direction():
 def test_hopper_and_triton_folders_do_not_import_each_other():
     wrong = {
         f"{name} imports {target}"
-        for name, targets in FILES.items()
+        for name, targets in files().items()
         for target in targets
         if (".hopper" in name and (".triton" in target or "triton_call" in target))
         or (".triton" in name and ".hopper" in target)
     }
     assert not wrong
-    assert any(".hopper" in name for name in FILES)
+    assert any(".hopper" in name for name in files())
 
 
 @pytest.mark.parametrize("op", OPS)
