@@ -29,10 +29,10 @@ from lorafusion_jax.peft.folder import put_adapter, read_adapter
 LOGITS, GRADIENTS = 1e-5, 1e-4
 # transformers' logits in float32 are 1.0e-5 from its own in float64 in this case, and ours may err as much.
 ROUNDED = {"qwen3_5_moe_one": 2e-5}
-# One of each mechanism that has a backward of its own; the gradients of others are those of the same functions.
+# One of each mechanism that has a backward of its own; the gradients of others are those of the same functions. Those
+# of delta rules and of experts stand in tests of their ops, and here for every model in the nightly run.
 DIFFERENTIATED = (
     "llama3", "gemma2_untied", "gemma4", "phi3_long", "gpt_oss_unbiased", "qwen3_moe_unnormalised",
-    "deepseek_v3_experts", "qwen3_5",
 )  # fmt: skip
 # Programs that a test of gradients compiles; those of this one stand in test_router_losses.py.
 WITH_GRADIENTS = tuple(case for case in DIFFERENTIATED if case != "qwen3_moe_unnormalised")
@@ -40,7 +40,7 @@ WITH_GRADIENTS = tuple(case for case in DIFFERENTIATED if case != "qwen3_moe_unn
 # Multipliers, layers without positions, biases of an MLP and half rotations are those of `test_drawn_families`.
 FORWARD = (
     "ministral3", "qwen2_window", "qwen3_window_yarn", "gemma3", "olmo3_yarn", "qwen3_next", "gemma4_experts",
-    "gemma4_shared",
+    "gemma4_shared", "deepseek_v3_experts", "qwen3_5",
 )  # fmt: skip
 EACH = [case if case in DIFFERENTIATED else nightly(case) for case in GOLDEN]
 
@@ -204,7 +204,7 @@ def reaction_to_rounding(case: str, capacity: int, length: int) -> float:
     return max(float(np.abs(padded(case, 1, capacity, length, seed) - plain).max()) for seed in range(4))
 
 
-@pytest.mark.parametrize("case", mostly_nightly(GOLDEN, DIFFERENTIATED))  # one of each mechanism
+@pytest.mark.parametrize("case", mostly_nightly(GOLDEN, (*DIFFERENTIATED, "deepseek_v3_experts", "qwen3_5")))
 @pytest.mark.parametrize("capacities", [1, nightly(2)])
 def test_neither_tile_nor_capacity_reach_a_sample(case, capacities):
     """Rows that pad a sample to a tile are in its segment, but are no part of its length."""
