@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from local_service import start_service
 from simulated_service import Service, wait_for
+from simulated_worker import SimulatedProcess
 from sqlalchemy import select
 from test_api import raw
 
@@ -236,13 +237,16 @@ def test_a_job_that_goes_on_from_an_older_copy_keeps_later_states_until_it_is_th
 
 
 @pytest.mark.parametrize("later", [[], ["e1-s3"], ["e2-s40", "e4-s9"]])
-def test_a_job_whose_database_is_older_than_its_states_says_where_it_goes_on(tmp_path, tiny_base, later):
+def test_a_job_whose_database_is_older_than_its_states_says_where_it_goes_on(tmp_path, tiny_base, monkeypatch, later):
+    monkeypatch.setattr(SimulatedProcess, "most_steps", 3)  # the first keeps its place until it is cancelled
     service = Service(tmp_path / "home", tiny_base, None, places={4: 1})
     try:
         other, job = (service.submit(name, "red", steps=steps) for name, steps in (("other", 400), ("law", 12)))
         folder = service.settings.job(job) / "state"
         with service.db.write() as connection:  # it waits for the only place
             service.jobs.set(connection, job, state_path=f"jobs/{job}/state/e1-s5", state_step=5, step=5)
+            event = {"kind": "changed", "owner": "ana", "at": 0.0, "data": {}, "job": job}
+            connection.execute(t.events.insert().values(event))  # a controller that has read the job reads it again
         for name in ("e1-s5", *later):
             (folder / name).mkdir(parents=True)
         with service.db.write() as connection:
