@@ -81,10 +81,10 @@ def test_a_flood_leaves_another_user_an_equal_share(tmp_path, seconds):
 
 
 def test_a_live_service_shares_as_the_simulated_one(tmp_path, tiny_base, monkeypatch):
-    """Ann has 1000 jobs and bob four. The live one trains a few steps whenever its controller changes nothing."""
-    steps, equal, tick = 20, 2 * 20, 5  # alone on half of the places
+    """Ann has 200 jobs and bob four. The live one trains a few steps whenever its controller changes nothing."""
+    flood, steps, equal, tick = 200, 20, 2 * 20, 5  # alone on half of the places
     simulated = Session(tmp_path / "simulated", yield_s=10.0)
-    for _ in range(1000):
+    for _ in range(flood):
         simulated.submit("ann", steps)
     simulated.run(2 * tick, tick)
     began, jobs = simulated.now, [simulated.submit("bob", steps) for _ in range(4)]
@@ -131,7 +131,7 @@ def test_a_live_service_shares_as_the_simulated_one(tmp_path, tiny_base, monkeyp
         first = service.submit("flood", "red", steps, owner="ann")
         with service.db.write() as connection:
             row = service.jobs.get(connection, first) | {"state": "queued", "place": None, "group": None, "epoch": 0}
-            rows = [row | {"id": f"job-{number:012x}"} for number in range(999)]
+            rows = [row | {"id": f"job-{number:012x}"} for number in range(flood - 1)]
             connection.execute(t.jobs.insert(), rows)
             event = {"kind": "changed", "owner": "ann", "at": 0.0, "data": {}}
             connection.execute(t.events.insert(), [event | {"job": row["id"]} for row in rows])
