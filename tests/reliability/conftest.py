@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import small_jobs
+from campaigns.quick_runs import command, listening, quick_runs
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.training import train
@@ -77,6 +79,23 @@ def whole_run(tmp_path_factory, tiny_base, kept_programs) -> Iterator[Finished]:
     job = small_jobs.write_job(home, Path("base"), adapters, lora=lora, batch=batch, save={"every_steps": 2})
     assert train(load_config(job), home / "run").exit_code == 0
     return Finished(home=home)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, tiny_base) -> Iterator[Path]:
+    """A run of one adapter that stands still after its first step, when its adapter has been exported."""
+    home = tmp_path_factory.mktemp("hostile")
+    entry = {"name": "law", "data": {"train": small_jobs.write_rows(home, "law", 6)}, "batch": {"global_samples": 2}}
+    small_jobs.write_job(home, tiny_base, [entry], save={"every_steps": 1})
+
+    def stop(event):
+        if event.kind == "step":
+            signal.raise_signal(signal.SIGTERM)
+
+    with quick_runs():
+        with listening(stop):
+            assert command("train", home / "jobs.yaml", "--out", home / "run").code == 130
+        yield home / "run"
 
 
 @pytest.fixture

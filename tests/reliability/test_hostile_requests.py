@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 
 import pytest
-import small_jobs
-from campaigns.quick_runs import command, damage, listening, losses, quick_runs
+from campaigns.quick_runs import command, damage, losses
 from more_cases import mostly_nightly
 from watched_runs import events_of
 
@@ -17,23 +15,6 @@ from lorafusion_jax.checkpoint import requests
 from lorafusion_jax.checkpoint.requests import request_files
 from lorafusion_jax.errors import MOST_SHOWN
 from lorafusion_jax.readable import SETTINGS
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory, tiny_base):
-    """A run that stands still after its first step."""
-    home = tmp_path_factory.mktemp("hostile")
-    entry = {"name": "law", "data": {"train": small_jobs.write_rows(home, "law", 6)}, "batch": {"global_samples": 2}}
-    small_jobs.write_job(home, tiny_base, [entry])
-
-    def stop(event):
-        if event.kind == "step":
-            signal.raise_signal(signal.SIGTERM)
-
-    with quick_runs():
-        with listening(stop):
-            assert command("train", home / "jobs.yaml", "--out", home / "run").code == 130
-        yield home / "run"
 
 
 @pytest.fixture

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import signal
 
 import limits
 import pytest
-import small_jobs
-from campaigns.quick_runs import command, listening, quick_runs
+from campaigns.quick_runs import command
 from more_cases import mostly_nightly
 from strange_files import STRANGE
 
@@ -18,23 +16,6 @@ COMMANDS = ("status", "verify", "resume", "report", "export")
 
 CASES = [(file, what) for file in FILES for what in STRANGE]
 ALWAYS = [("events.jsonl", "20 GB of zeros"), ("metrics.jsonl", "a pipe"), ("adapters/law/latest/*", "a pipe")]
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory, tiny_base):
-    """A run that stands still after its first step, when its adapter has been exported."""
-    home = tmp_path_factory.mktemp("hostile")
-    entry = {"name": "law", "data": {"train": small_jobs.write_rows(home, "law", 6)}, "batch": {"global_samples": 2}}
-    small_jobs.write_job(home, tiny_base, [entry], save={"every_steps": 1})
-
-    def stop(event):
-        if event.kind == "step":
-            signal.raise_signal(signal.SIGTERM)
-
-    with quick_runs():
-        with listening(stop):
-            assert command("train", home / "jobs.yaml", "--out", home / "run").code == 130
-        yield home / "run"
 
 
 @pytest.mark.parametrize(("file", "what"), mostly_nightly(CASES, ALWAYS))
