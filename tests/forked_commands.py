@@ -48,6 +48,7 @@ class Command:
         self._link.sendall(json.dumps(request).encode() + b"\n")
         for pipe in pipes:
             os.close(pipe[1])
+        self.stdin = None
         if log is None:
             self.stdout, self.stderr = os.fdopen(pipes[0][0]), os.fdopen(pipes[1][0])
         else:
@@ -82,6 +83,8 @@ class Command:
             CPU_S[0] += float(seconds)
             self._told.close()
             self._link.close()
+            if self.stdin is not None:
+                self.stdin.close()
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from campaigns.serve_forked import MODULES
 from campaigns.service_process import PATIENCE_S, Server, specs, wait_for
+from forked_commands import start_server
 from more_cases import nightly
 from safetensors.numpy import load_file
 from training_service import Model, TrainingService
@@ -35,8 +37,8 @@ if "lorafusion_jax.serve.worker" in sys.orig_argv:
 
 
 @contextmanager
-def served(home: Path, base: Path, *more: str) -> Iterator[Server]:
-    server = Server(home, base, more=more)
+def served(home: Path, base: Path, *more: str, forks: str = "") -> Iterator[Server]:
+    server = Server(home, base, more=more, forks=forks)
     server.start()
     try:
         yield server
@@ -53,8 +55,9 @@ def step(job: Job) -> int:
 @pytest.mark.parametrize("count", [2, nightly(3), nightly(12)])
 def test_jobs_end_as_if_nothing_had_happened(quick_compiles, tiny_base, tmp_path, count):
     asked = list(specs(tmp_path, count))
-    asked[0][1]["epochs"] *= 4  # it is paused before it ends, however late that is asked for
-    with served(tmp_path / "home", tiny_base) as server:
+    asked[0][1]["epochs"] *= 2  # it is paused before it ends, however late that is asked for
+    # Server and workers start six times: none imports jax again.
+    with served(tmp_path / "home", tiny_base, forks=start_server(*MODULES)) as server:
 
         def client(owner: str) -> Client:
             return Client(server.url, server.keys[owner])
