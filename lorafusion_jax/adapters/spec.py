@@ -222,7 +222,8 @@ def bank_rank(adapters: Sequence[AdapterSpec], target: str) -> int:
 
 def bank_columns(adapters: Sequence[AdapterSpec], target: str) -> int:
     """Returns the number of columns of a projection's stacked A: the largest of these adapters, or 0."""
-    return max((spec.columns for spec in adapters if target in spec.targets), default=0)
+    shapes = {(spec.kind, spec.rank) for spec in adapters if target in spec.targets}  # few, also of a thousand adapters
+    return max((rank * adapter_kind(kind).columns for kind, rank in shapes), default=0)
 
 
 def common_rank(ranks: Sequence[int]) -> int | None:

@@ -177,14 +177,13 @@ def tokens_fit_objectives(valid: Sequence[tuple[Entry, schema.AdapterConfig]], s
 
 def rollouts_fit(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
     """Checks settings of adapters that sample their own rows."""
-    names = {adapter.name for _, adapter in valid}
-    folder = source.path.parent
+    adapters, folder = {adapter.name: adapter for _, adapter in valid}, source.path.parent
     return [
         ConfigError(f"config.{keys[0]}", f"{adapter.name}: {wrong}", where=source.where((*entry.keys, *keys)), fix=fix)
         for entry, adapter in valid
         for keys, wrong, fix in (
-            *_rollout_problems(adapter, folder, names - {adapter.name}),
-            *_judge_problems(adapter, folder, {other.name: other for _, other in valid}),
+            *_rollout_problems(adapter, folder, adapters),
+            *_judge_problems(adapter, folder, adapters),
             *_score_problems(adapter, folder),
         )
     ]
@@ -203,7 +202,7 @@ def _score_problems(adapter: schema.AdapterConfig, folder: Path) -> Iterator[tup
 
 
 def _rollout_problems(
-    adapter: schema.AdapterConfig, folder: Path, other_names: Collection[str]
+    adapter: schema.AdapterConfig, folder: Path, adapters: Collection[str]
 ) -> Iterator[tuple[Keys, str, str]]:
     """Yields key, problem and fix."""
     rollout, objective, fields = adapter.rollout, adapter.objective.chosen, type(adapter.rollout).model_fields
@@ -231,7 +230,7 @@ def _rollout_problems(
     if (rollout.tool is None) != (rollout.turns == 1):
         message = "turns above 1 need a tool, which speaks between them, and a tool needs turns above 1."
         yield ("rollout", "turns"), message, "rollout: {tool: FILE.py:function, turns: 4}"
-    if objective.compares and objective.reference in other_names:
+    if objective.compares and objective.reference in adapters and objective.reference != adapter.name:
         yield (
             ("objective", "reference"),
             "another adapter of the job is no reference of answers.",

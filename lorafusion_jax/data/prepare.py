@@ -288,7 +288,9 @@ def in_order(
     """
     mix = Mix(parts=train.parts, num_samples=len(train), weights=weights, seed=adapter.seed)
     order = sample_order(adapter, mix, max_steps)
-    first = sample_order(adapter.model_copy(update={"extended": ()}), mix, max_steps)
+    first = order
+    if adapter.extended:
+        first = sample_order(adapter.model_copy(update={"extended": ()}), mix, max_steps)
     group = _group(adapter)
     return AdapterData(
         train=train,
