@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax._src.pallas.triton import lowering
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jaxlib.triton import dialect
 
 _ALL_STEPS = 2**30  # how many of a sum are added so: all
+_dialect = lowering.tt_dialect
 _dot = Primitive("fp8_dot")
 
 
@@ -31,7 +31,7 @@ def _shape(lhs, rhs, acc):
 
 def _lowered(context, lhs, rhs, acc):
     del context
-    return dialect.dot(lhs, dialect.trans(rhs, (1, 0)), acc, max_num_imprecise_acc=_ALL_STEPS)
+    return _dialect.dot(lhs, _dialect.trans(rhs, (1, 0)), acc, max_num_imprecise_acc=_ALL_STEPS)
 
 
 lowering.triton_lowering_rules[_dot] = _lowered
