@@ -84,13 +84,15 @@ lock: .venv/.ready
 .venv-models/.ready: $(LOCK) pyproject.toml .ci/setup.py
 	@$(PYTHON) .ci/setup.py --venv .venv-models --group models
 
-.venv-peers/.ready: tests/peers/requirements.txt
+.venv-peers/.ready: tests/peers/requirements.txt tests/peers/unpackers.txt
 	@$(PYTHON) -m venv .venv-peers
 	@.venv-peers/bin/pip install --quiet --disable-pip-version-check -r $<
 	@for version in 0.30.4 0.34.0 0.36.0; do \
 		.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 			--target .venv-peers/tinker-$$version tinker==$$version || exit 1; \
 	done
+	@.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target .venv-peers/unpackers -r tests/peers/unpackers.txt
 	@touch $@
 
 .venv-cookbook/.ready: tests/peers/cookbook.txt
