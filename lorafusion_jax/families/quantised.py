@@ -11,7 +11,9 @@ from lorafusion_jax.families.hf_config import SHOWN, shortened
 from lorafusion_jax.weights.fp8_blocks import BLOCK
 from lorafusion_jax.weights.packed import Packed
 
+COMPRESSED = "compressed-tensors"
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 
 
 class UnknownFormat(ValueError):
@@ -29,7 +31,7 @@ def format_name(config: Mapping[str, Any]) -> str:
         'fp8-blocks'
     """
     method = config.get("quant_method")
-    readers = {"bitsandbytes": _bitsandbytes, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
+    readers = {"bitsandbytes": _bitsandbytes, COMPRESSED: _compressed_tensors, "fp8": _fp8}
     if not isinstance(method, str) or method not in readers:
         raise UnknownFormat(method[:SHOWN] if isinstance(method, str) else "without quant_method")
     return readers[method](config)
@@ -39,19 +41,19 @@ def packed_as(config: Mapping[str, Any], *, has_experts: bool) -> Packed | None:
     """How kernels are packed that reading widens; None: they are not.
 
     Args:
-        has_experts: FP8 blocks are widened in models of experts, and used as they are in others.
+        has_experts: 8-bit numbers with scales are widened in models of experts, and used as they are in others.
 
     Raises:
-        UnknownFormat: a form of GPTQ or AWQ that is not read.
+        UnknownFormat: a form of these methods that is not read.
 
     Example:
         >>> packed_as({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, has_experts=False)
-        Packed(method='awq', bits=4, group=128, added=0)
+        Packed(method='awq', bits=4, group=128, added=0, symmetric=False, scales='.weight_scale_inv', dtype='F8_E4M3')
     """
     method = config.get("quant_method")
     if method == "fp8" and has_experts:
         _fp8(config)
-        return Packed(method="fp8")
+        return Packed(method="scaled")
     if method == "gptq":
         _require(config, "gptq", bits=(2, 4, 8), pack_dtype=("int32", None), is_marlin_format=(False, None))
         names = {name for key in ("checkpoint_format", "format") if (name := config.get(key)) is not None}
@@ -64,13 +66,32 @@ def packed_as(config: Mapping[str, Any], *, has_experts: bool) -> Packed | None:
     if method == "awq":
         _require(config, "awq", bits=4, version=("gemm", "GEMM", None), zero_point=(True, None))
         return Packed(method="awq", bits=4, group=_group(config))
-    return None
+    return _compressed_as(config, has_experts=has_experts) if method == COMPRESSED else None
 
 
-def _group(config: Mapping[str, Any]) -> int:
+def _compressed_as(config: Mapping[str, Any], *, has_experts: bool) -> Packed | None:
+    stored, weights = _group_of_weights(config)
+    if stored == "pack-quantized":
+        _require(weights, COMPRESSED, type=("int", None), num_bits=(2, 4, 8), strategy=("group", "channel"))
+        by_group = weights["strategy"] == "group"
+        group = _group(weights, COMPRESSED) if by_group else 0
+        symmetric = weights.get("symmetric") is not False
+        return Packed(method="pack-quantized", bits=int(weights["num_bits"]), group=group, symmetric=symmetric)
+    if not has_experts:
+        return None
+    form = _compressed_tensors(config)
+    return Packed(
+        method="scaled",
+        group=BLOCK if form == "compressed-tensors-fp8-blocks" else 0,
+        scales=".weight_scale",
+        dtype="I8" if form == "compressed-tensors-int8" else "F8_E4M3",
+    )
+
+
+def _group(config: Mapping[str, Any], method: str = "") -> int:
     size = config.get("group_size")
     if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-        raise UnknownFormat(f"{config['quant_method']} with group_size={shortened(size)}")
+        raise UnknownFormat(f"{method or config['quant_method']} with group_size={shortened(size)}")
     return max(size, 0)
 
 
@@ -82,16 +103,28 @@ def _bitsandbytes(config: Mapping[str, Any]) -> str:
     return "bitsandbytes-nf4" if config.get("bnb_4bit_use_double_quant") is True else "bitsandbytes-nf4-single"
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> str:
-    method = "compressed-tensors"
-    _require(config, method, format=("float-quantized", "naive-quantized"))
-    _require(config, method, sparsity_config=({}, None), transform_config=({}, None))
+def _group_of_weights(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """(how compressed-tensors stores the weights, what it says of their numbers)"""
+    _require(config, COMPRESSED, sparsity_config=({}, None), transform_config=({}, None))
     groups = config.get("config_groups")
     group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
     weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict):
-        raise UnknownFormat(f"{method} without exactly one group of weights")
-    _require(weights, method, **FP8, strategy=("channel", "tensor"))
+    if not isinstance(group, dict) or not isinstance(weights, dict):
+        raise UnknownFormat(f"{COMPRESSED} without exactly one group of weights")
+    stored = group.get("format") or config.get("format")
+    return stored if isinstance(stored, str) else "", weights
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> str:
+    stored, weights = _group_of_weights(config)
+    if stored == "int-quantized":
+        _require(weights, COMPRESSED, **INT8, strategy=("channel", "tensor"))
+        return "compressed-tensors-int8"
+    _require({"format": stored}, COMPRESSED, format=("float-quantized", "naive-quantized"))
+    _require(weights, COMPRESSED, **FP8, strategy=("channel", "tensor", "block"))
+    if weights["strategy"] == "block":
+        _require(weights, COMPRESSED, block_structure=([BLOCK, BLOCK],))
+        return "compressed-tensors-fp8-blocks"
     return "compressed-tensors-fp8"
 
 

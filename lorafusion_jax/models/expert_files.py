@@ -189,7 +189,7 @@ def _read_packed(part: Part, packed: Packed, stored: Mapping[str, Stored], rows:
         return read_slice(entry, f"{part.stem}{ending}", plain_index(index or None, entry.shape))
 
     try:
-        return packed.read(fetch, part.shape[1], rows, columns, by_index=f"{part.stem}.g_idx" in stored)
+        return packed.read(fetch, part.shape[1], rows, columns, by_index=f"{part.stem}{packed.index}" in stored)
     except ValueError as problem:
         message, where = f"{part.stem} is packed in a way that is not supported.", stored[f"{part.stem}{packed.mark}"]
         raise CheckpointError(

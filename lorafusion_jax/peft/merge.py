@@ -269,7 +269,7 @@ def _misfits(
             shape = (sizes.N or shape[part.turned], sizes.K or shape[not part.turned])[:: -1 if part.turned else 1]
         if part.mxfp4:
             problems.append(f"quantised: {name} is MXFP4, only {', '.join(_DTYPES)} can be merged into")
-        elif part.packed or f"{part.stem}.qweight" in places:
+        elif part.packed or any(f"{part.stem}{mark}" in places for mark in (".qweight", ".weight_packed")):
             problems.append(f"quantised: {name} is packed, only {', '.join(_DTYPES)} can be merged into")
         elif name not in places:
             problems.append(f"missing: {name}")

@@ -151,15 +151,31 @@ def _int8(tensors: Tensors, in_features: int, out_features: int) -> dict[str, np
     return {"scales": tensors[".SCB"] * int8.STEP}
 
 
-def _fp8(tensors: Tensors, in_features: int, out_features: int) -> dict[str, np.ndarray]:
+_UNREAD = TensorSpec(dtypes=FLOATS, optional=True, read=False)  # rows get scales of their own
+
+
+def _of_channels(out_features: int) -> TensorSpec:
+    return TensorSpec(dtypes=FLOATS, shapes=((out_features, 1), (out_features,), (1,), ()))
+
+
+def _by_channel(tensors: Tensors, in_features: int, out_features: int) -> dict[str, np.ndarray]:
     del in_features
     scales = tensors[".weight_scale"].astype(np.float32).reshape(-1)
     return {"scales": np.ascontiguousarray(np.broadcast_to(scales, (out_features,)))}
 
 
-def _fp8_blocks(tensors: Tensors, in_features: int, out_features: int) -> dict[str, np.ndarray]:
-    del in_features, out_features
-    return {"scales": tensors[".weight_scale_inv"].astype(np.float32)}
+def _blocks_format(scales: str, **others: TensorSpec):
+    """8-bit floats with a scale per block of 128 x 128, in the tensor whose name ends so."""
+    return CheckpointFormat(
+        kind="fp8_blocks",
+        tensors=lambda k, n: {
+            scales: TensorSpec(dtypes=FLOATS, shapes=((fp8_blocks.blocks_of(n), fp8_blocks.blocks_of(k)),)),
+            **others,
+        },
+        bulk="values",
+        bulk_dtype="F8_E4M3",
+        small=lambda tensors, k, n: {"scales": tensors[scales].astype(np.float32)},
+    )
 
 
 def _nf4_format(kind: str, small: Callable[[Tensors, int, int], dict[str, np.ndarray]], *, double: bool):
@@ -190,25 +206,21 @@ FORMATS: Mapping[str, CheckpointFormat] = {
     ),
     "compressed-tensors-fp8": CheckpointFormat(
         kind="fp8",
-        tensors=lambda k, n: {
-            ".weight_scale": TensorSpec(dtypes=FLOATS, shapes=((n, 1), (n,), (1,), ())),
-            ".input_scale": TensorSpec(dtypes=FLOATS, optional=True, read=False),  # rows get scales of their own
-        },
+        tensors=lambda k, n: {".weight_scale": _of_channels(n), ".input_scale": _UNREAD},
         bulk="values",
         bulk_dtype="F8_E4M3",
-        small=_fp8,
+        small=_by_channel,
     ),
-    "fp8-blocks": CheckpointFormat(
-        kind="fp8_blocks",
-        tensors=lambda k, n: {
-            ".weight_scale_inv": TensorSpec(
-                dtypes=FLOATS, shapes=((fp8_blocks.blocks_of(n), fp8_blocks.blocks_of(k)),)
-            ),
-        },
+    "compressed-tensors-int8": CheckpointFormat(
+        kind="int8",
+        tensors=lambda k, n: {".weight_scale": _of_channels(n), ".input_scale": _UNREAD},
         bulk="values",
-        bulk_dtype="F8_E4M3",
-        small=_fp8_blocks,
+        bulk_dtype="I8",
+        transposed=True,
+        small=_by_channel,
     ),
+    "compressed-tensors-fp8-blocks": _blocks_format(".weight_scale", **{".input_scale": _UNREAD}),
+    "fp8-blocks": _blocks_format(".weight_scale_inv"),
 }
 
 

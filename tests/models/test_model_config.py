@@ -265,6 +265,8 @@ def compressed(**weights):
     (NF4, "bitsandbytes-nf4-single"),
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes-int8"),
     (compressed(), "compressed-tensors-fp8"),
+    (compressed(strategy="block", block_structure=[128, 128]), "compressed-tensors-fp8-blocks"),
+    (compressed(type="int") | {"format": "int-quantized"}, "compressed-tensors-int8"),
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8-blocks"),
 ])  # fmt: skip
 def test_quantised_checkpoints_have_a_format(quantization, name):

@@ -1,4 +1,4 @@
-"""Checkpoints that reading widens: each form of GPTQ and AWQ, and experts in FP8 blocks, against loops over bits."""
+"""Checkpoints that reading widens: integers in words, and experts in 8 bits, against loops over bits."""
 
 from __future__ import annotations
 
@@ -66,12 +66,52 @@ def awq(rng, num_in, num_out, *, group):
     return {"qweight": ordered(codes), "qzeros": ordered(zeros), "scales": scales}, values
 
 
+def compressed(rng, num_in, num_out, *, bits, group, zeros, order=False):
+    """pack-quantized: [N, K], with zeros that are packed along N, or those of the middle."""
+    tensors, values = gptq(rng, num_in, num_out, bits=bits, group=group, version=2, order=order)
+    codes = (values.T / tensors["scales"].T.astype(np.float32)[:, tensors["g_idx"]]).round().astype(int)
+    middle = np.full((num_out, len(tensors["scales"])), 2 ** (bits - 1))
+    zero_of = rng.integers(0, 2**bits, middle.shape) if zeros else middle
+    codes = np.clip(codes + zero_of[:, tensors["g_idx"]], 0, 2**bits - 1)
+    packed = {
+        "weight_packed": words(codes, bits),
+        "weight_scale": tensors["scales"].T.copy(),
+        "weight_shape": np.array([num_out, num_in]),
+    }
+    if zeros:
+        packed["weight_zero_point"] = words(zero_of.T, bits).T.copy()
+    if order:
+        packed["weight_g_idx"] = tensors["g_idx"]
+    values = (codes - zero_of[:, tensors["g_idx"]]) * packed["weight_scale"].astype(np.float32)[:, tensors["g_idx"]]
+    return packed, values.T
+
+
+def of_group(**weights):
+    """A quantization_config of compressed-tensors."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "dynamic": False} | weights
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+PACKED = {
+    "pack-quantized": ({"bits": 4, "group": 32, "zeros": False}, of_group(group_size=32)),
+    "pack-quantized with zeros": ({"bits": 4, "group": 16, "zeros": True}, of_group(group_size=16, symmetric=False)),
+    "pack-quantized by channel": (
+        {"bits": 8, "group": -1, "zeros": False},
+        of_group(num_bits=8, strategy="channel", group_size=None),
+    ),
+    "pack-quantized by activation": (
+        {"bits": 4, "group": 16, "zeros": False, "order": True},
+        of_group(group_size=16, actorder="group"),
+    ),
+}
 FORMS = {
     "gptq": ({"bits": 4, "group": 32, "version": 1, "order": False}, {"checkpoint_format": "gptq", "desc_act": False}),
     "ordered by activation": ({"bits": 4, "group": 16, "version": 1, "order": True}, {"desc_act": True}),
     "one group of 8 bits": ({"bits": 8, "group": -1, "version": 1, "order": False}, {}),
     "second version": ({"bits": 2, "group": 32, "version": 2, "order": False}, {"format": "gptq_v2"}),
     "awq": ({"group": 16}, {"version": "gemm", "zero_point": True}),
+    **PACKED,
 }
 
 
@@ -92,13 +132,14 @@ def packed(request, tmp_path):
     """(folder, values of the packed kernels by leaf name); down_proj of layer 1 stays plain."""
     sizes, settings = FORMS[request.param]
     rng, method = np.random.default_rng(0), "awq" if request.param == "awq" else "gptq"
+    pack = compressed if request.param in PACKED else awq if method == "awq" else gptq
     folder = save_decoder(Decoder(config_of(), dtype=jnp.float16), tmp_path / "base")
     tensors, kernels = load_file(folder / FILE), {}
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         if name.startswith("model.layers.1.mlp.down"):
             continue
         stem, (num_out, num_in) = name.removesuffix(".weight"), tensors.pop(name).shape
-        parts, values = (awq if method == "awq" else gptq)(rng, num_in, num_out, **sizes)
+        parts, values = pack(rng, num_in, num_out, **sizes)
         tensors |= {f"{stem}.{part}": array for part, array in parts.items()}
         kernels[f"{stem.removeprefix('model.')}.kernel"] = values
     save_file(tensors, folder / FILE)
@@ -131,32 +172,59 @@ def test_what_does_not_fit_is_named_and_nothing_is_merged_into_it(packed, tmp_pa
         merge_adapter(folder, adapter, tmp_path / "merged")
     tensors = load_file(folder / FILE)
     stem = "model.layers.0.self_attn.q_proj"
-    save_file({name: array for name, array in tensors.items() if name != f"{stem}.scales"}, folder / FILE)
-    with pytest.raises(CheckpointError, match=rf"missing: {stem}.scales"):
+    scales, index = (".weight_scale", ".weight_g_idx") if f"{stem}.weight_scale" in tensors else (".scales", ".g_idx")
+    save_file({name: array for name, array in tensors.items() if name != stem + scales}, folder / FILE)
+    with pytest.raises(CheckpointError, match=rf"missing: {stem}{scales}"):
         load_frozen(folder)
-    if f"{stem}.g_idx" in tensors:
-        save_file(tensors | {f"{stem}.g_idx": np.full(WIDTH, 9, np.int32)}, folder / FILE)
+    if stem + index in tensors:
+        save_file(tensors | {stem + index: np.full(WIDTH, 9, np.int32)}, folder / FILE)
         with pytest.raises(CheckpointError, match="g_idx has 9 to 9, and there are"):
             load_frozen(folder)
 
 
-def test_fp8_experts_are_widened(tmp_path):
-    """Blocks of 128 × 128, the last of a side smaller; the router stays plain."""
+def scaled(weights=None, **changed):
+    """A quantization_config of compressed-tensors for 8-bit floats."""
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"} | (weights or {})
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    return config | {"config_groups": {"group_0": {"weights": weights}}} | changed
+
+
+BLOCKS = {"strategy": "block", "block_structure": [128, 128]}
+EXPERTS = {  # (quantization_config, type, shape of the scales, end of their name)
+    "blocks": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
+        ml_dtypes.float8_e4m3fn,
+        lambda n, k: (-(-n // 128), -(-k // 128)),
+        "_scale_inv",
+    ),
+    "compressed blocks": (
+        scaled(BLOCKS), ml_dtypes.float8_e4m3fn, lambda n, k: (-(-n // 128), -(-k // 128)), "_scale",
+    ),
+    "compressed channels": (scaled(), ml_dtypes.float8_e4m3fn, lambda n, k: (n, 1), "_scale"),
+    "compressed tensors": (scaled({"strategy": "tensor"}), ml_dtypes.float8_e4m3fn, lambda n, k: (1,), "_scale"),
+    "int8 channels": (scaled({"type": "int"}, format="int-quantized"), np.int8, lambda n, k: (n, 1), "_scale"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", EXPERTS)
+def test_experts_in_8_bits_are_widened(form, tmp_path):
+    """Blocks of 128 × 128, the last of a side smaller, channels or tensors; the router stays plain."""
+    settings, dtype, shape_of, ending = EXPERTS[form]
     folder, rng = tmp_path / "base", np.random.default_rng(0)
     folder.mkdir()
     tensors = load_file(golden("qwen3_moe") / FILE)
     (folder / "config.json").write_bytes((golden("qwen3_moe") / "config.json").read_bytes())
     plain = dict(tensors)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        weight = tensors[name].astype(ml_dtypes.float8_e4m3fn)
-        scales = rng.uniform(0.5, 2, [-(-size // 128) for size in weight.shape]).astype(np.float32)
-        tensors[name], tensors[f"{name}_scale_inv"] = weight, scales
-        plain[name] = (
-            weight.astype(np.float32)
-            * np.kron(scales, np.ones((128, 128), np.float32))[tuple(map(slice, weight.shape))]
-        )
+        weight = (tensors[name] * (100 if dtype == np.int8 else 1)).astype(dtype)
+        scales = rng.uniform(0.5, 2, shape_of(*weight.shape)).astype(np.float32)
+        tensors[name], tensors[f"{name}{ending}"] = weight, scales
+        each = scales
+        if form.endswith("blocks"):
+            each = np.kron(scales, np.ones((128, 128), np.float32))[tuple(map(slice, weight.shape))]
+        plain[name] = weight.astype(np.float32) * each
     save_file(tensors, folder / FILE)
-    write_settings(folder, {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"})
+    write_settings(folder, settings)
     (tmp_path / "plain").mkdir()
     save_file(plain, tmp_path / "plain" / FILE)
     (tmp_path / "plain" / "config.json").write_bytes((golden("qwen3_moe") / "config.json").read_bytes())
@@ -173,6 +241,12 @@ def test_fp8_experts_are_widened(tmp_path):
     ({"quant_method": "awq", "bits": 4}, "group_size=None"),
     ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "version='gemv'"),
     ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False}, "zero_point=False"),
+    (of_group(group_size=32, num_bits=3), "num_bits=3"),
+    (of_group(strategy="tensor"), "strategy='tensor'"),
+    (of_group(group_size=None), "group_size=None"),
+    (of_group(group_size=32) | {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
+    (of_group(group_size=32) | {"format": "marlin-24"}, "format='marlin-24'"),
+    (scaled(BLOCKS | {"block_structure": [64, 64]}), "block_structure="),
 ])  # fmt: skip
 def test_other_forms_are_refused_by_name(settings, shown, tmp_path):
     folder = save_decoder(Decoder(config_of(), dtype=jnp.float16), tmp_path / "base")
