@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
@@ -113,34 +113,57 @@ def expand(entry: dict) -> list[dict]:
             fix="shorter lists, or several runs",
         )
     entries = []
-    for values in itertools.product(*(options for _, options in swept)):
-        single = copy.deepcopy(entry)
-        for (keys, _), value in zip(swept, values, strict=True):
+    for point in itertools.product(*(zip(options, short_texts(options), strict=True) for _, options in swept)):
+        single, suffix = copy.deepcopy(entry), ""
+        for (keys, _), (value, text) in zip(swept, point, strict=True):
             _set(single, keys, value)
+            suffix += f"-{keys[-1]}{text}"
         # Safe as a folder, as a hub repository, and in `vllm --lora-modules name=path`.
-        suffix = "".join(f"-{keys[-1]}{short_text(value)}" for (keys, _), value in zip(swept, values, strict=True))
         single["name"] = f"{entry.get('name')}{suffix}"
         entries.append(single)
     return entries
 
 
-def short_text(value: object) -> str:
-    """A value in the name of an adapter. A number has one spelling, however the file or Python writes it.
+def short_texts(options: list) -> list[str]:
+    """The values of a list in the names of its adapters.
 
-    >>> [short_text(value) for value in (0.001, "1e-3", 1e-4, 2.5e-05, 0.05, 16, 1.0, True, "cosine")]
-    ['1e-3', '1e-3', '1e-4', '2.5e-5', '0.05', '16', '1', 'true', 'cosine']
+    A number has one spelling, however the file or Python writes it. Fractions of a list share a notation: powers of ten
+    if one of them is shorter so.
+
+    >>> short_texts([0.001, "1e-3", 0.01, 2.5e-05, 16, 1.0, True, "cosine"])
+    ['1e-3', '1e-3', '1e-2', '2.5e-5', '16', '1', 'true', 'cosine']
+    >>> short_texts([0, 0.05, 0.1])
+    ['0', '0.05', '0.1']
     """
+    numbers = [_number(value) for value in options]
+    powers = any(len(_with_power(number)) < len(f"{number:f}") for number in numbers if _is_fraction(number))
+    return [
+        _as_word(value) if number is None else _with_power(number) if powers and _is_fraction(number) else f"{number:f}"
+        for value, number in zip(options, numbers, strict=True)
+    ]
+
+
+def _number(value: object) -> Decimal | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return str(value).lower() if isinstance(value, bool) else str(value)
+        return None
     try:
-        number = Decimal(str(as_number(value))).normalize()
+        return Decimal(str(as_number(value))).normalize()
     except (ValueError, ArithmeticError):
-        return str(value)
+        return None
+
+
+def _is_fraction(number: Decimal | None) -> TypeGuard[Decimal]:
+    return number is not None and number.is_finite() and number.adjusted() < 0 and number != 0
+
+
+def _with_power(number: Decimal) -> str:
     digits = "".join(map(str, number.as_tuple().digits))
     mantissa = digits if len(digits) == 1 else f"{digits[0]}.{digits[1:]}"
-    with_exponent = f"{'-' * number.is_signed()}{mantissa}e{number.adjusted()}"
-    plain = f"{number:f}"
-    return with_exponent if number.adjusted() < 0 and len(with_exponent) < len(plain) else plain
+    return f"{'-' * number.is_signed()}{mantissa}e{number.adjusted()}"
+
+
+def _as_word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _lists(value: dict, keys: Keys):

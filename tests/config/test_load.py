@@ -90,6 +90,20 @@ adapters:
     assert all(a.lora.targets == ["q_proj", "v_proj"] for a in config.adapters)
 
 
+@pytest.mark.parametrize(("rates", "names"), [
+    ([1e-3, 0.01], ["1e-3", "1e-2"]),
+    (["1e-3", 0.015], ["1e-3", "1.5e-2"]),
+    ([0.01, 0.05], ["0.01", "0.05"]),
+    ([1, 2e-4], ["1", "2e-4"]),
+])  # fmt: skip
+def test_fractions_of_a_list_share_a_notation_in_names(rates, names):
+    """A run keeps the names that it began with: its config.yaml has them, and no lists."""
+    entries = sweep.expand({"name": "law", "optim": {"lr": rates}})
+    assert [entry["name"] for entry in entries] == [f"law-lr{name}" for name in names]
+    assert [entry["optim"]["lr"] for entry in entries] == rates
+    assert [sweep.expand(entry) for entry in entries] == [[entry] for entry in entries]
+
+
 def test_lists_that_make_too_many_adapters_are_refused_before_they_are_made(monkeypatch):
     monkeypatch.setattr(sweep, "MOST_ADAPTERS", 4)
     assert len(sweep.expand({"name": "law", "seed": [0, 1], "optim": {"lr": [1, 2]}})) == 4
