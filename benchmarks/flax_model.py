@@ -1,7 +1,8 @@
-"""What does LoRA cost in a user's own NNX model? A decoder of a billion parameters under plain `jax.jit`.
+"""What does LoRA cost in a user's own NNX model? A decoder or a vision transformer under plain `jax.jit`.
 
     python -m benchmarks.flax_model --out $OUT/flax_model                  # one GPU, 100 s
     python -m benchmarks.flax_model --qwen3 --seconds 150 --out $OUT/flax_qwen3
+    python -m benchmarks.flax_model --vit --seconds 150 --out $OUT/flax_vit
     python -m benchmarks.flax_model --qwen3 --no-check --profile --variants frozen "ours 4" --out $OUT/flax_qwen3
     python -m benchmarks.flax_model --qwen3 --no-check --tune --variants frozen "ours 4" --out $OUT/flax_qwen3_tuned
     python -m benchmarks.flax_model --mesh --out $OUT/flax_model_mesh      # two GPUs, 100 s
@@ -10,7 +11,8 @@
 
 One GPU: a step (loss, gradients, AdamW of the adapters) with the base frozen; with one adapter by `nnx.LoRA` and, where
 it is installed, by qwix; with ours for one and four adapters. With --qwen3 the layers are those of Bonsai's Qwen3 at a
-billion parameters, and ours also runs on a base in fp8. Two GPUs: frozen and ours with four adapters, on a mesh
+billion parameters, and ours also runs on a base in fp8; with --vit it is ViT-L/14. Memory is what a compiled step needs
+on the device by XLA's own count, arguments included. Two GPUs: frozen and ours with four adapters, on a mesh
 of two data and of two tensor devices, and the collectives of each compiled program; with --quantize on a stored base,
 too. First the results are compared
 with `nnx.LoRA`. Variants are timed in turn; writes rows.jsonl, a row after each case. The last word of a variant may be
@@ -22,6 +24,7 @@ of the layers' own shapes are measured first.
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import statistics
@@ -30,7 +33,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +49,18 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.collectives import collectives
 from benchmarks.conditions import conditions
 from benchmarks.end_to_end import kernel_times
-from benchmarks.flax_qwen3 import EinsumLoRA, Qwen3Layer, rotate
-from benchmarks.flax_sizes import QWEN3, SMALL, Size
+from benchmarks.flax_decoder import PROJECTIONS, Decoder, Probe, next_token_loss
+from benchmarks.flax_qwen3 import GeneralLoRA
+from benchmarks.flax_sizes import QWEN3, SMALL, SMALL_VIT, VIT, Size
+from benchmarks.flax_vit import PATCH, ViT, classification_loss
+from benchmarks.flax_vit import PROJECTIONS as OF_VIT
 from benchmarks.harness import command_line
-from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, quantize_base, share_inputs, use_adapters
+from lorafusion_jax.modules import AdapterSpec, apply_lora, quantize_base, share_inputs, use_adapters
 from pallas_kernels import compiler_options, config_store
 from pallas_kernels.arg_specs import LinearSpec
 from pallas_kernels.policy import IMPLEMENTATIONS
 from pallas_kernels.tuning.tune import tune
 
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 COLUMN, ROW = P(None, "tensor"), P("tensor", None)  # of a kernel [in, out]
 TENSOR = {name: ROW if name in ("o", "down") else COLUMN for name in PROJECTIONS}
 VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 4 dropout 0.1"]
@@ -66,61 +72,6 @@ TOP = 25  # kernels of a profile to print
 ROUNDS, STEPS = 5, 4  # turns of each variant, timed steps of a turn
 RESERVE = 0.75  # of the time; no variant is compiled after that
 AGREE = 2e-2  # relative, of gradients in bfloat16: one rounding is 2^-8, sums come in another order
-
-
-class Probe(nnx.Variable):
-    """Trained where nothing else is, so that gradients flow through every layer."""
-
-
-class Layer(nnx.Module):
-    def __init__(self, size: Size, rngs: nnx.Rngs):
-        head = size.width // size.heads
-        sizes = {
-            "q": (size.width, size.width),
-            "k": (size.width, size.kv_heads * head),
-            "v": (size.width, size.kv_heads * head),
-            "o": (size.width, size.width),
-            "gate": (size.width, size.hidden),
-            "up": (size.width, size.hidden),
-            "down": (size.hidden, size.width),
-        }
-        kind = {"use_bias": False, "dtype": size.dtype, "param_dtype": size.dtype, "rngs": rngs}
-        for name, (inner, outer) in sizes.items():
-            setattr(self, name, nnx.Linear(inner, outer, **kind))
-        self.norm1, self.norm2 = (
-            nnx.RMSNorm(size.width, dtype=size.dtype, param_dtype=size.dtype, rngs=rngs) for _ in range(2)
-        )
-        self.head = head
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.norm1(x)
-        q, k, v = (heads(layer(y), self.head) for layer in (self.q, self.k, self.v))
-        kind = "cudnn" if jax.default_backend() == "gpu" else "xla"
-        mixed = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True, implementation=kind)
-        x = x + self.o(mixed.reshape(x.shape))
-        y = self.norm2(x)
-        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
-
-
-class Model(nnx.Module):
-    def __init__(self, size: Size, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(size.vocabulary, size.width, dtype=size.dtype, param_dtype=size.dtype, rngs=rngs)
-        layer = Qwen3Layer if size.qwen3 else Layer
-        self.layers = nnx.List([layer(size, rngs) for _ in range(size.layers)])
-        self.norm = nnx.RMSNorm(size.width, dtype=size.dtype, param_dtype=size.dtype, rngs=rngs)
-        kind = {"use_bias": False, "dtype": size.dtype, "param_dtype": size.dtype, "rngs": rngs}
-        self.lm_head = nnx.Linear(size.width, size.vocabulary, **kind)
-        self.probe = Probe(jnp.zeros(size.width, jnp.float32))
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens) + self.probe[...].astype(self.embed.dtype)
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(self.norm(x))
-
-
-def heads(x: jax.Array, size: int) -> jax.Array:
-    return x.reshape(*x.shape[:2], -1, size)
 
 
 @dataclass(kw_only=True)
@@ -157,6 +108,21 @@ type Made = tuple[Variant, tuple, Any]  # a variant, the step's other arguments,
 type Ready = tuple[Variant, Any, tuple]  # a variant, its compiled step, the step's other arguments
 
 
+def parts_of(size: Size) -> tuple[type[nnx.Module], tuple[str, ...], Callable[..., jax.Array]]:
+    """(a model, its projections in a layer, the loss of a batch)"""
+    return (ViT, OF_VIT, classification_loss) if size.model == "vit" else (Decoder, PROJECTIONS, next_token_loss)
+
+
+def holder(layer: nnx.Module, path: str) -> tuple[nnx.Module, str]:
+    """The module that has a projection, and its name there."""
+    *modules, name = path.split(".")
+    return reduce(getattr, modules, layer), name
+
+
+def names_of(size: Size) -> tuple[str, ...]:
+    return tuple(path.rpartition(".")[2] for path in parts_of(size)[1])
+
+
 def specs_of(count: int, size: Size, dropout: float = 0.0) -> list[AdapterSpec]:
     return [
         AdapterSpec(name=f"a{index}", rank=size.rank, alpha=2 * size.rank, dropout=dropout, seed=index)
@@ -164,20 +130,18 @@ def specs_of(count: int, size: Size, dropout: float = 0.0) -> list[AdapterSpec]:
     ]
 
 
-def make_step(specs: list[AdapterSpec] | None, wrt: type, implementation: Any = None) -> Callable[..., Any]:
+def make_step(
+    specs: list[AdapterSpec] | None, wrt: type, loss_of: Callable[..., jax.Array], implementation: Any = None
+) -> Callable[..., Any]:
     """The training step that a user writes."""
     meshed = not jax.sharding.get_abstract_mesh().empty
 
-    def step(model, optimizer, tokens, table, number):
+    def step(model, optimizer, inputs, table, number):
         def loss(model):
             if specs is None:
-                logits = model(tokens)
-            else:
-                with use_adapters(specs, table, step=number, implementation=implementation):
-                    logits = model(tokens)
-            return optax.softmax_cross_entropy_with_integer_labels(
-                logits[:, :-1].astype(jnp.float32), tokens[:, 1:]
-            ).mean()
+                return loss_of(model, inputs)
+            with use_adapters(specs, table, step=number, implementation=implementation):
+                return loss_of(model, inputs)
 
         value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, wrt))(model)
         optimizer.update(model, grads)
@@ -193,44 +157,48 @@ def with_nnx_lora(model: nnx.Module, size: Size) -> nnx.Module:
     """Every projection inside Flax's own `nnx.LoRA`."""
     rngs = nnx.Rngs(7)
     for layer in model.layers:
-        for name in PROJECTIONS:
-            linear = getattr(layer, name)
-            if isinstance(linear, nnx.Einsum):
-                setattr(layer, name, EinsumLoRA(linear, size.rank, size.dtype, rngs))
+        for module, name in (holder(layer, path) for path in parts_of(size)[1]):
+            linear = getattr(module, name)
+            if isinstance(linear, (nnx.Einsum, nnx.LinearGeneral)):
+                setattr(module, name, GeneralLoRA(linear, size.rank, size.dtype, rngs))
                 continue
             sizes = (linear.in_features, size.rank, linear.out_features)
-            setattr(layer, name, nnx.LoRA(*sizes, base_module=linear, dtype=size.dtype, rngs=rngs))
+            setattr(module, name, nnx.LoRA(*sizes, base_module=linear, dtype=size.dtype, rngs=rngs))
     return model
 
 
-def with_qwix(model: nnx.Module, size: Size, tokens: jax.Array) -> nnx.Module:
+def with_qwix(model: nnx.Module, size: Size, inputs: jax.Array) -> nnx.Module:
     import qwix  # where it is installed
 
-    provider = qwix.LoraProvider(module_path=rf".*/({'|'.join(PROJECTIONS)})", rank=size.rank, alpha=2.0 * size.rank)
-    return qwix.apply_lora_to_model(model, provider, tokens, rngs=nnx.Rngs(7))
+    provider = qwix.LoraProvider(module_path=rf".*/({'|'.join(names_of(size))})", rank=size.rank, alpha=2.0 * size.rank)
+    return qwix.apply_lora_to_model(model, provider, inputs, rngs=nnx.Rngs(7))
 
 
-def make_variant(name: str, base: nnx.Module, size: Size, tokens: jax.Array) -> Variant:
+def make_variant(name: str, base: nnx.Module, size: Size, inputs: jax.Array) -> Variant:
     model, specs = nnx.clone(base), None
     if name == "nnx.LoRA":
         model = with_nnx_lora(model, size)
     elif name == "qwix":
-        model = with_qwix(model, size, tokens)
+        model = with_qwix(model, size, inputs)
     elif name != "frozen":
         specs = specs_of(int(name.split()[1]), size, dropout=0.1 if "dropout" in name else 0.0)
-        model = apply_lora(model, specs, targets=PROJECTIONS)
+        model = apply_lora(model, specs, targets=names_of(size))
         model = share_inputs(model) if "shared" in name else model
     wrt = Probe if name == "frozen" else nnx.LoRAParam
     optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=wrt)
     trains = nnx.filterlib.Any(wrt, nnx.OptState)
     named = name.split()[-1] if name in BY_NAME else None
-    return Variant(name=name, model=model, optimizer=optimizer, step=make_step(specs, wrt, named), trains=trains)
+    step = make_step(specs, wrt, parts_of(size)[2], named)
+    return Variant(name=name, model=model, optimizer=optimizer, step=step, trains=trains)
 
 
 def batch(size: Size, adapters: int) -> tuple[jax.Array, jax.Array]:
-    """(tokens, adapter of each example)"""
-    drawn = np.random.default_rng(0).integers(0, size.vocabulary, (size.examples, size.positions), dtype=np.int32)
-    return jnp.asarray(drawn), jnp.asarray(np.arange(size.examples) % adapters, jnp.int32)
+    """(tokens or images, adapter of each example)"""
+    rng, of_example = np.random.default_rng(0), jnp.asarray(np.arange(size.examples) % adapters, jnp.int32)
+    if size.model == "vit":
+        side = math.isqrt(size.positions) * PATCH
+        return jnp.asarray(rng.normal(size=(size.examples, side, side, 3)), size.dtype), of_example
+    return jnp.asarray(rng.integers(0, size.vocabulary, (size.examples, size.positions), dtype=np.int32)), of_example
 
 
 def options() -> dict | None:
@@ -266,14 +234,15 @@ class Rows:
 def check(rows: Rows, size: Size) -> None:
     """Loss and gradients of ours with one adapter against `nnx.LoRA` with the same A and B, on two layers."""
     small = replace(size, layers=2, examples=2, positions=min(size.positions, 256))
-    tokens, table = batch(small, 1)
-    base = Model(small, nnx.Rngs(0))
-    ours = apply_lora(nnx.clone(base), specs_of(1, small), targets=PROJECTIONS)
+    make, paths, loss_of = parts_of(small)
+    inputs, table = batch(small, 1)
+    base = make(small, nnx.Rngs(0))
+    ours = apply_lora(nnx.clone(base), specs_of(1, small), targets=names_of(small))
     theirs = with_nnx_lora(nnx.clone(base), small)
     key = jax.random.key(3)
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
-        for name in PROJECTIONS:
-            layer, lora = getattr(mine, name), getattr(other, name)
+        for path in paths:
+            layer, lora = (getattr(*holder(block, path)) for block in (mine, other))
             key, b_key = jax.random.split(key)
             lora.lora_a[...] = layer.lora_a[...][0]
             lora.lora_b[...] = 0.02 * jax.random.normal(b_key, lora.lora_b.shape)
@@ -282,17 +251,15 @@ def check(rows: Rows, size: Size) -> None:
     def gradients(model, specs):
         def loss(model):
             if specs is None:
-                logits = model(tokens)
-            else:
-                with use_adapters(specs, table, train=False):
-                    logits = model(tokens)
-            return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens).mean()
+                return loss_of(model, inputs)
+            with use_adapters(specs, table, train=False):
+                return loss_of(model, inputs)
 
         value, grads = nnx.jit(nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam)))(model)
         return float(value), [
-            np.asarray(grads["layers"][number][name]["lora_a"][...], np.float64).reshape(-1, small.rank)
-            for number in range(small.layers)
-            for name in PROJECTIONS
+            np.asarray(reduce(getitem, path.split("."), layer)["lora_a"][...], np.float64).reshape(-1, small.rank)
+            for layer in (grads["layers"][number] for number in range(small.layers))
+            for path in paths
         ]
 
     (loss, mine), (expected, other) = gradients(ours, specs_of(1, small)), gradients(theirs, None)
@@ -342,12 +309,22 @@ def compile_all(rows: Rows, cases: dict[str, Callable[[], Made]]) -> dict[str, R
             def finish(name=name, variant=variant, arguments=arguments, future=future):
                 compiled = future.result()
                 loss = float(variant.run(compiled, arguments))
-                rows.add(case="compiled", variant=name, loss=loss, collectives=collectives(compiled.as_text()))
+                sent = collectives(compiled.as_text())
+                rows.add(case="compiled", variant=name, loss=loss, memory_gb=memory_gb(compiled), collectives=sent)
                 return variant, compiled, arguments
 
             if (made := rows.attempt(f"compile {name}", finish)) is not None:
                 ready[name] = made
     return ready
+
+
+def memory_gb(compiled: Any) -> float | None:
+    """Arguments, results and intermediates of a step; donated arguments count once."""
+    sizes = compiled.memory_analysis()
+    if sizes is None:
+        return None
+    total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    return round((total - sizes.alias_size_in_bytes) / 1e9, 3)
 
 
 def profile(rows: Rows, variants: list[Ready]) -> None:
@@ -397,21 +374,21 @@ def tune_layers(rows: Rows, size: Size, path: Path) -> None:
 
 
 def one_gpu(rows: Rows, size: Size, names: list[str], *, profiled: bool = False) -> None:
-    tokens, table = batch(size, 4)
-    base = Model(size, nnx.Rngs(0))
+    inputs, table = batch(size, 4)
+    base = parts_of(size)[0](size, nnx.Rngs(0))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(base, nnx.Param)))
 
     def make(name: str) -> Made:
-        variant = make_variant(name, base, size, tokens)
+        variant = make_variant(name, base, size, inputs)
         if name.split()[-1] in STORED:
             quantize_base(variant.model, name.split()[-1])
-        if name.startswith("ours"):
-            rows.add(case="model", variant=name, parameters=parameters, adapters=lora_report(variant.model).parameters)
-        arguments = (tokens, table if "4" in name else jnp.zeros_like(table), jnp.uint32(1))
+        trained = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(variant.model, nnx.LoRAParam)))
+        rows.add(case="model", variant=name, parameters=parameters, trained=trained)
+        arguments = (inputs, table if "4" in name else jnp.zeros_like(table), jnp.uint32(1))
         return variant, arguments, variant.lower(*arguments)
 
     ready = compile_all(rows, {name: partial(make, name) for name in names})
-    measure(rows, list(ready.values()), tokens.size, parameters=parameters)
+    measure(rows, list(ready.values()), size.examples * size.positions, parameters=parameters)
     if profiled:
         rows.attempt(
             "profile", lambda: profile(rows, sorted(ready.values(), key=lambda made: made[0].name != "frozen"))
@@ -432,7 +409,7 @@ def make_meshed(size: Size, axis: str, name: str) -> Made:
     mesh = jax.make_mesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
     tokens, table = batch(size, 4)
     with jax.set_mesh(mesh):
-        variant = make_variant(name, Model(size, nnx.Rngs(0)), size, tokens)
+        variant = make_variant(name, Decoder(size, nnx.Rngs(0)), size, tokens)
         put_on_mesh(variant, mesh)
         if (kind := name.split()[-1]) in STORED:
             quantize_base(variant.model, kind)
@@ -463,6 +440,7 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--mesh", action="store_true", help="two devices")
     parser.add_argument("--qwen3", action="store_true", help="layers of Bonsai's Qwen3, a billion parameters")
+    parser.add_argument("--vit", action="store_true", help="ViT-L/14 on images of 224 pixels")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script on a CPU")
     parser.add_argument("--quantize", nargs="*", choices=STORED, default=[], help="on a mesh, a base stored so, too")
     parser.add_argument(
@@ -474,9 +452,14 @@ def main() -> int:
     parser.add_argument("--no-check", action="store_true", help="where the results were compared in another run")
     parser.add_argument("--seconds", type=float, default=100, help="no variant is compiled after three quarters of it")
     args = parser.parse_args()
-    rows, size = Rows(args.out, args.seconds), SMALL if args.small else QWEN3 if args.qwen3 else Size()
-    size = replace(size, layers=args.layers or size.layers, qwen3=args.qwen3)
-    names = args.variants or (QWEN3_VARIANTS if args.qwen3 else VARIANTS)
+    if args.vit and args.mesh:
+        parser.error("--mesh places the decoder's kernels; leave --vit or --mesh out")
+    large, small = (
+        (VIT, SMALL_VIT) if args.vit else (QWEN3, replace(SMALL, model="qwen3")) if args.qwen3 else (Size(), SMALL)
+    )
+    rows, size = Rows(args.out, args.seconds), small if args.small else large
+    size = replace(size, layers=args.layers or size.layers)
+    names = args.variants or (VARIANTS if size.model == "decoder" else QWEN3_VARIANTS)
     if not args.no_check:
         rows.attempt("check", lambda: check(rows, size))
     if args.tune:

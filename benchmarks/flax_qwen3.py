@@ -34,18 +34,21 @@ class Qwen3Layer(nnx.Module):
         return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
 
 
-class EinsumLoRA(nnx.LoRA):
-    """Flax's `nnx.LoRA` around an `nnx.Einsum`, whose features have several axes."""
+class GeneralLoRA(nnx.LoRA):
+    """Flax's `nnx.LoRA` around an `nnx.Einsum` or an `nnx.LinearGeneral`, whose features have several axes."""
 
-    def __init__(self, base: nnx.Einsum, rank: int, dtype: Any, rngs: nnx.Rngs):
-        count = 2 if base.einsum_str.startswith("btnh") else 1  # axes of in features
+    def __init__(self, base: nnx.Einsum | nnx.LinearGeneral, rank: int, dtype: Any, rngs: nnx.Rngs):
+        if isinstance(base, nnx.LinearGeneral):
+            count = len(base.in_features)  # axes of in features
+        else:
+            count = 2 if base.einsum_str.startswith("btnh") else 1
         shape = base.kernel.shape
         sizes = (int(jnp.prod(jnp.array(part))) for part in (shape[:count], shape[count:]))
         super().__init__(next(sizes), rank, next(sizes), dtype=dtype, rngs=rngs)
         self.base = base
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.base(x)
+    def __call__(self, x: jax.Array, **options: Any) -> jax.Array:
+        y = self.base(x, **options)  # nnx.MultiHeadAttention passes its shardings
         return y + super().__call__(x.reshape(*x.shape[:2], -1)).reshape(y.shape)
 
 

@@ -1,9 +1,9 @@
-"""Sizes of the decoders of `flax_model.py`."""
+"""Sizes of the models of `flax_model.py`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -22,8 +22,10 @@ class Size:
     positions: int = 2048
     rank: int = 16
     dtype: Any = jnp.bfloat16
-    qwen3: bool = False  # layers as Bonsai's Qwen3 has them
+    model: Literal["decoder", "qwen3", "vit"] = "decoder"
 
 
-QWEN3 = Size(vocabulary=32_768, width=2048, hidden=6144, layers=18, heads=16, kv_heads=8, qwen3=True)
+QWEN3 = Size(vocabulary=32_768, width=2048, hidden=6144, layers=18, heads=16, kv_heads=8, model="qwen3")
+VIT = Size(vocabulary=1000, width=1024, hidden=4096, layers=24, heads=16, examples=64, positions=256, model="vit")
 SMALL = Size(vocabulary=64, width=64, hidden=96, heads=4, kv_heads=2, layers=2, positions=16, rank=4, dtype=jnp.float32)
+SMALL_VIT = replace(SMALL, examples=8, model="vit")
