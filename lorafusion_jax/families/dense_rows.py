@@ -462,6 +462,7 @@ DENSE: dict[str, Family] = {
             "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
             "partial_rotary_factor": 1.0, "sliding_window": None,
         },
+        known=("full_attn_mod", "interpolate_factor"),  # of Phi-4-mini; transformers 5.23 reads neither
     ),
     "seed_oss": Family(
         models="Seed-OSS",

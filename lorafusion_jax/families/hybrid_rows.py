@@ -155,7 +155,8 @@ HYBRID: dict[str, Family] = {
             *PREDICTORS, "chunk_size", "expand", "mamba_proj_bias", "mamba_ssm_cache_dtype",
             "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts",
             "num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_limit",
-            "time_step_max", "use_mamba_kernels",
+            "time_step_max", "time_step_rank", "use_mamba_kernels",
+            "rms_norm_eps",  # beside layer_norm_epsilon, which transformers 5.23 reads
             "tie_word_embeddings",  # transformers 5.23 ties no head to the embedding here
         ),
         ignored=("mtp.",),
