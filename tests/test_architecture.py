@@ -249,7 +249,7 @@ def test_one_short_function_shows_the_acts_of_a_step_in_order():
     assert statements[-1].end_lineno - statements[0].lineno < 40
     calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
     acts = {call.attr for call in calls if isinstance(call, ast.Attribute)}
-    assert acts >= {"admit", "issue", "close", "report"}
+    assert acts >= {"admit", "issue", "close_batch", "report"}
 
 
 def test_the_worker_has_no_training_loop_of_its_own():
@@ -267,7 +267,7 @@ def test_the_worker_has_no_training_loop_of_its_own():
 
 
 def test_runs_jobs_of_a_service_and_calls_share_one_middle():
-    middle = {"OpenSession", "Loop", "Steps", "Assembler", "AdapterState", "AdapterExport"}
+    middle = {"OpenSession", "PagedSession", "Loop", "Steps", "BatchEnds", "Assembler", "AdapterState", "AdapterExport"}
     classes = [
         (node.name, str(path))
         for path, nodes in nodes_of_files().items()

@@ -109,7 +109,7 @@ class BatchEnds:
         self._ending: dict[int, _EndingBatch] = {}  # by place
         self.before_step: BeforeStep = lambda adapter, closed: closed
 
-    def close(self, event: Event, adapter: str) -> bool:
+    def close_batch(self, event: Event, adapter: str) -> bool:
         """Closes an adapter's global batch on the stage of an update event. Returns whether all stages closed it."""
         executor, place = self._executor, self._index[adapter]
         event = event._replace(adapters=(adapter,))  # batches of other adapters may end in this slot, too

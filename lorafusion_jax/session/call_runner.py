@@ -88,7 +88,7 @@ class CallRunner:
             stream.has_sums = False
             events = [Event("update", stage, max(slot - 1, 0)) for stage in reversed(range(len(session.stages)))]
             for event in events:
-                session.batch_ends.close(event, name)
+                session.batch_ends.close_batch(event, name)
             session.steps.issue(name, events[0].slot)
             return
         try:

@@ -118,7 +118,7 @@ class Loop:
         Returns:
             The events of slots that did not enter.
         """
-        executor, steps, hooks = self._executor, self._steps, self.hooks
+        executor, ends, steps, hooks = self._executor, self._ends, self._steps, self.hooks
         # A thread assembles them ahead, and ends with this call: tasks and places may change between two calls.
         microbatches = prefetch(assemble, [event.slot for event in events if _enters(event)])
         failed_at_entry: dict[int, frozenset[str]] = {}
@@ -139,7 +139,7 @@ class Loop:
                 if event.kind == "update":
                     for name in [name for name in event.adapters if name not in failed]:
                         steps.settle(name)
-                        if self._ends.close(event, name):  # 3. the batch ends
+                        if ends.close_batch(event, name):  # 3. the batch ends
                             steps.issue(name, slot)  # 4. its step
                             self.begun.discard(name)
                     continue

@@ -140,7 +140,7 @@ class QuickExecutor:
     def wait_all(self) -> None:
         assert not self._rows
 
-    def close(self, event: Event, adapter: str) -> bool:
+    def close_batch(self, event: Event, adapter: str) -> bool:
         return event.stage == 0  # the last that closes it
 
     def step(self, adapter: str, numbers: Any) -> Result:

@@ -443,6 +443,6 @@ def test_processes_offer_their_programs_in_one_order(monkeypatch):
     ends = BatchEnds(run, {"law": 0, "med": 1})
     issued = [(stage, adapter) for adapter in ("law", "med") for stage in (0, 1)]
     for stage, adapter in issued:
-        ends.close(Event("update", stage, slot=0), adapter)
+        ends.close_batch(Event("update", stage, slot=0), adapter)
     run.wait_dispatched()
     assert [(stage, ["law", "med"][number]) for stage, number in order] == issued
