@@ -22,8 +22,9 @@ from lorafusion_jax.config.places import Places
 from lorafusion_jax.serve.control.child import Answer, Child
 from lorafusion_jax.serve.control.completions import Completions
 from lorafusion_jax.serve.control.daily_copy import DailyCopy
+from lorafusion_jax.serve.control.from_settings import make_launcher, make_scheduler
 from lorafusion_jax.serve.control.hub import Connection, Hub
-from lorafusion_jax.serve.control.launch import Launcher, make_launcher
+from lorafusion_jax.serve.control.launch import Launcher
 from lorafusion_jax.serve.control.pace import Pace
 from lorafusion_jax.serve.control.publish import deliveries
 from lorafusion_jax.serve.control.scheduler import (
@@ -31,7 +32,6 @@ from lorafusion_jax.serve.control.scheduler import (
     Configuration,
     Scheduler,
     jobs_tried_alone,
-    make_scheduler,
     plan_of_row,
 )
 from lorafusion_jax.serve.control.session import Session, SessionPlan

@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from lorafusion_jax.errors import ConfigError, install_line
-from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.wire import Message
 
 LOOK_S = 0.05
@@ -179,24 +177,3 @@ def identity_of(pid: int) -> Identity | None:
         return arguments["server"], arguments["group"], arguments["epoch"]
     except (OSError, StopIteration, ValueError, IndexError, KeyError, TypeError):
         return None
-
-
-def make_launcher(settings: Settings, server: str) -> Launcher:
-    """Returns what starts workers: this machine, or a Ray cluster.
-
-    Args:
-        server: where workers connect.
-
-    Raises:
-        ConfigError: `serve.ray`, the cluster cannot be used.
-    """
-    if settings.ray is None:
-        return LocalLauncher(server)
-    try:
-        from lorafusion_jax.serve.control.ray_launcher import RayLauncher
-
-        return RayLauncher(settings.ray, settings.home, settings.gpus)
-    except (ImportError, ConnectionError, RuntimeError, ValueError) as problem:
-        fix = f"{install_line('ray')}, and ray start --head on one node"
-        message = f"the Ray cluster {settings.ray} cannot be used."
-        raise ConfigError("serve.ray", message, why=str(problem).splitlines()[0], fix=fix) from None

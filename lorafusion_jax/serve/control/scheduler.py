@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.serve.control.session import LOCAL, SessionPlan
 from lorafusion_jax.serve.control.shares import Shares
-from lorafusion_jax.serve.settings import ONE_SESSION, Settings
+from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.states import ON_WORKER
 from lorafusion_jax.serve.store.jobs import Job as Row
 from lorafusion_jax.serve.store.jobs import is_suspect
@@ -123,15 +123,6 @@ def plan_of_row(row: Mapping[str, Any]) -> SessionPlan:
         capacity_tokens=row["capacity"],
         host=row["host"] or LOCAL,
     )
-
-
-def make_scheduler(settings: Settings) -> Scheduler:
-    """Returns the scheduler that the settings name."""
-    if settings.policy == ONE_SESSION:
-        return OneSession(settings)
-    from lorafusion_jax.serve.control.policy_scheduler import PolicyScheduler  # imports take a while
-
-    return PolicyScheduler(settings, settings.policy)
 
 
 def jobs_tried_alone(rows: Sequence[Row], group: Mapping[str, str]) -> dict[str, str]:
