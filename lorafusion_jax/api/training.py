@@ -16,9 +16,10 @@ from lorafusion_jax.api.sampling import SampledSequence, SamplerBank, read_param
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.read import source_of
-from lorafusion_jax.errors import CallError, RunError
+from lorafusion_jax.errors import CallError, CheckpointError, RunError
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.objective.rows import TARGETS, WEIGHTS
+from lorafusion_jax.peft.read_config import CONFIG_FILE
 from lorafusion_jax.session import AdapterState, Session, Task
 from lorafusion_jax.session.calls import (
     ForwardBackward,
@@ -144,6 +145,8 @@ def training_client(
     config = parse_config(source_of(job))
     narrow = None if isinstance(targets, str) else targets
     classes = Places.of({rank: 1} if places is None else places, dropout=False, targets=narrow)
+    if not classes.holds("lora", rank):  # before the base is read
+        raise _no_place(rank, f"rank {rank} is above the largest place, {max(classes.ranks)}")
     prepare_machine()
     session = Session.open_places(
         config.base,
@@ -202,13 +205,13 @@ class TrainingClient:
                 "logprobs" of the sampler and "advantages"; "gspo" also with "sequence_ratio_mask".
             loss_fn_config: "clip_low_threshold", "clip_high_threshold", "beta"; thresholds may also be inputs.
         """
-        return self._run_rows(list(map(_row, data)), loss_fn, loss_fn_config)
+        return self._run_rows(list(map(_row, _listed(data))), loss_fn, loss_fn_config)
 
     def forward(
         self, data: Iterable[Any], loss_fn: str = "cross_entropy", loss_fn_config: Mapping[str, float] | None = None
     ) -> CallFuture[ForwardBackwardOutput]:
         """Computes log-probabilities and losses without gradients; arguments as in `forward_backward`."""
-        return self._run_rows(list(map(_row, data)), loss_fn, loss_fn_config, forward_only=True)
+        return self._run_rows(list(map(_row, _listed(data))), loss_fn, loss_fn_config, forward_only=True)
 
     def forward_backward_custom(
         self, data: Iterable[Any], loss_fn: CustomLoss, *, returns_gradients: bool = False
@@ -221,7 +224,7 @@ class TrainingClient:
                 differentiates the loss.
             returns_gradients: the loss returns (loss, metrics, gradients with respect to each array); it may use numpy.
         """
-        data = list(data)
+        data = _listed(data)
         rows = [_row(datum) for datum in data]
         rows = [Row(tokens=row.tokens, inputs=_targets_of(row, np.zeros)) for row in rows]
         outputs = self._run_rows(rows, "cross_entropy", None, forward_only=True).result().loss_fn_outputs
@@ -323,7 +326,11 @@ class TrainingClient:
         return CallFuture(self._shared.writers.submit(lambda: write(state.result(), target)))
 
     def _load(self, path: str | Path, *, optimizer: bool) -> CallFuture[None]:
-        state = AdapterState.read(Path(path), self._task.adapter)
+        folder = Path(path)
+        if not folder.is_dir() or (folder / CONFIG_FILE).is_file():
+            what = f"{folder} is a PEFT folder." if folder.is_dir() else f"there is no folder {folder}."
+            raise CheckpointError("state.missing", what, fix="the folder of a save_state")
+        state = AdapterState.read(folder, self._task.adapter)
         return CallFuture(self._stream.submit(LoadState(state=state, optimizer=optimizer)))
 
 
@@ -344,6 +351,8 @@ class SamplingClient:
             sampling_params: `SamplingParams`, or the SDK's; or give its settings by name.
         """
         params, tokens = read_params(sampling_params, settings), _tokens(prompt).tolist()
+        if not isinstance(num_samples, int | np.integer) or num_samples < 1:
+            raise CallError("call.sampling", f"num_samples is {num_samples!r}, not a whole number from 1.")
 
         def sample(session: Session) -> list[SampledSequence]:
             key = self._task.spec.rank, self._task.spec.targets, self._task.spec.scale
@@ -357,12 +366,27 @@ class SamplingClient:
 def _start(session: Session, name: str, adapter: Mapping[str, Any]) -> Task:
     task = session.new_stream(name, **adapter)
     if (free_place := session.find_place(task.spec)) is None:
-        why = session.places.refuses(task.spec) or f"places are {session.places.classes}, and all that fit are taken"
-        raise RunError(
-            "session.place", f"no place for an adapter of rank {task.spec.rank}.", why=why, fix="more places"
-        )
+        raise _no_place(task.spec.rank, session.places.refuses(task.spec))
     session.start(free_place, task)
     return task
+
+
+def _no_place(rank: int, refusal: str) -> RunError:
+    """What to say where an adapter has no place.
+
+    Args:
+        refusal: why no place of the session would do; empty: all that would are taken.
+    """
+    what, fix = f"no place for an adapter of rank {rank}.", f"training_client(…, places={{{rank}: 2}})"
+    why = refusal or "all places that fit are taken"
+    return RunError("session.place", what, why=why, fix=fix if refusal else f"close a client, or {fix}")
+
+
+def _listed(data: Any) -> list[Any]:
+    """Reads the data of a call, which is a list also where it is one datum."""
+    if isinstance(data, Mapping) or hasattr(data, "model_input"):
+        raise CallError("call.inputs", "the data of a call is one datum, not a list.", fix="[datum]")
+    return list(data)
 
 
 def _row(datum: Any) -> Row:
@@ -398,16 +422,47 @@ def _differentiate(
     loss_fn: CustomLoss, data: Sequence[Any], logprobs: list[np.ndarray], returns_gradients: bool
 ) -> tuple[float, dict[str, float], list[Any]]:
     if returns_gradients:
-        loss, metrics, gradients = loss_fn(data, logprobs)
+        loss, metrics, gradients = _parts(loss_fn(data, logprobs), ("loss", "metrics", "gradients"))
     else:
         import jax
         import jax.numpy as jnp
 
-        loss_and_gradients = jax.value_and_grad(lambda arrays: loss_fn(data, arrays), has_aux=True)
+        loss_and_gradients = jax.value_and_grad(
+            lambda arrays: _parts(loss_fn(data, arrays), ("loss", "metrics")), has_aux=True
+        )
         (loss, metrics), gradients = loss_and_gradients([jnp.asarray(array) for array in logprobs])
     if len(gradients) != len(logprobs):
         raise CallError("call.inputs", f"{len(gradients)} gradients for {len(logprobs)} data.")
+    for number, (gradient, array) in enumerate(zip(gradients, logprobs, strict=True)):
+        if np.shape(gradient) != array.shape:
+            what = (
+                f"a gradient of the loss has the shape {np.shape(gradient)}, and its log-probabilities {array.shape}."
+            )
+            raise CallError("call.loss", what, where=f"datum {number}")
+        if not np.isfinite(gradient).all():
+            what = "the gradient of the loss is not finite."
+            raise CallError("call.loss", what, where=f"datum {number}", fix="look for log 0, 0 / 0 and infinite ratios")
     return float(loss), {name: float(value) for name, value in metrics.items()}, list(gradients)
+
+
+def _parts(returned: Any, names: Sequence[str]) -> Any:
+    """Checks what a custom loss has returned.
+
+    Raises:
+        CallError: `call.loss`.
+    """
+    expected = f"({', '.join(names)})"
+    if not isinstance(returned, tuple) or len(returned) != len(names):
+        raise CallError(
+            "call.loss", f"the loss returned a {type(returned).__name__}, not {expected}.", fix=f"return {expected}"
+        )
+    loss, metrics = returned[:2]
+    if np.shape(loss) != ():
+        what = f"the loss has the shape {np.shape(loss)}, and must be one number."
+        raise CallError("call.loss", what, fix="loss.sum()")
+    if not isinstance(metrics, Mapping) or not all(np.shape(value) == () for value in metrics.values()):
+        raise CallError("call.loss", "the metrics of the loss are no table of numbers.", fix="return loss, {}")
+    return returned
 
 
 def _step(params: Any, numbers: Mapping[str, float]) -> OptimStep:
