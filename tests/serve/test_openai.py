@@ -146,6 +146,8 @@ def test_chats_go_through_the_template_and_stream_deltas(service):
         ("/chat/completions", chat("a", prediction={}), "prediction"),
         ("/chat/completions", chat("a", stop=["b"] * 17), "stop: a text, or a list of at most 16"),
         ("/chat/completions", chat("a", stop=["b", ""]), "stop: texts of 1 to"),
+        ("/chat/completions", chat(None), "a message of the role user needs a content"),
+        ("/chat/completions", chat([]), "a message of the role user needs a content"),
         ("/chat/completions", chat("a", top_logprobs=2), "top_logprobs needs logprobs"),
         ("/chat/completions", chat([{"type": "image_url", "image_url": {"url": ""}}]), "image_url"),
     ],
@@ -175,7 +177,9 @@ def test_values_that_ask_for_nothing_are_taken(service):
 
 def test_mistakes_of_prompts_have_a_status_also_in_a_stream(service):
     status, content = ask(service, "/completions", text("", stream=True))
-    assert (status, json.loads(content)["error"]["code"]) == (422, "generate.empty-prompt")
+    error = json.loads(content)["error"]
+    assert (status, error["code"]) == (422, "generate.empty-prompt")
+    assert "later" not in error["message"]  # it would be as wrong then
     status, content = ask(service, "/chat/completions", chat("a", top_p=0) | {"stream": True})
     assert (status, json.loads(content)["error"]["code"]) == (422, "generate.setting")
 

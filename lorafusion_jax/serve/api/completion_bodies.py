@@ -162,6 +162,8 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _join_texts(self) -> Any:
+        if self.content in (None, []) and self.role != "assistant":  # which may have called a tool
+            raise ValueError(f"a message of the role {self.role[:100]} needs a content")
         if isinstance(self.content, list):
             kinds = [part.get("type") for part in self.content]
             if foreign_kinds := [kind for kind in kinds if kind != "text"]:

@@ -179,7 +179,7 @@ def _line(value: Row) -> str:
 def _failed(problem: Problem) -> ApiError:
     """The error of a completion that its worker could not write."""
     status = {"api.internal": 500, "api.no-worker": 503, "api.key": 401, "api.slow": 408}.get(problem["code"], 422)
-    fix = problem.get("fix") or "ask again later"
+    fix = problem.get("fix") or ("" if status == 422 else "ask again later")  # a wrong value stays wrong
     headers = {"Retry-After": "5"} if status == 503 else None
     more = {key: problem[key] for key in ("where", "why") if problem.get(key)}
     return ApiError(status, problem["code"], problem["what"], fix=fix, headers=headers, **more)
