@@ -328,8 +328,8 @@ class TrainingClient:
     def _load(self, path: str | Path, *, optimizer: bool) -> CallFuture[None]:
         folder = Path(path)
         if not folder.is_dir() or (folder / CONFIG_FILE).is_file():
-            what = f"{folder} is a PEFT folder." if folder.is_dir() else f"there is no folder {folder}."
-            raise CheckpointError("state.missing", what, fix="the folder of a save_state")
+            message = f"{folder} is a PEFT folder." if folder.is_dir() else f"there is no folder {folder}."
+            raise CheckpointError("state.missing", message, fix="the folder of a save_state")
         state = AdapterState.read(folder, self._task.adapter)
         return CallFuture(self._stream.submit(LoadState(state=state, optimizer=optimizer)))
 
@@ -377,9 +377,9 @@ def _no_place(rank: int, refusal: str) -> RunError:
     Args:
         refusal: why no place of the session would do; empty: all that would are taken.
     """
-    what, fix = f"no place for an adapter of rank {rank}.", f"training_client(…, places={{{rank}: 2}})"
+    message, fix = f"no place for an adapter of rank {rank}.", f"training_client(…, places={{{rank}: 2}})"
     why = refusal or "all places that fit are taken"
-    return RunError("session.place", what, why=why, fix=fix if refusal else f"close a client, or {fix}")
+    return RunError("session.place", message, why=why, fix=fix if refusal else f"close a client, or {fix}")
 
 
 def _listed(data: Any) -> list[Any]:
@@ -435,13 +435,15 @@ def _differentiate(
         raise CallError("call.inputs", f"{len(gradients)} gradients for {len(logprobs)} data.")
     for number, (gradient, array) in enumerate(zip(gradients, logprobs, strict=True)):
         if np.shape(gradient) != array.shape:
-            what = (
+            message = (
                 f"a gradient of the loss has the shape {np.shape(gradient)}, and its log-probabilities {array.shape}."
             )
-            raise CallError("call.loss", what, where=f"datum {number}")
+            raise CallError("call.loss", message, where=f"datum {number}")
         if not np.isfinite(gradient).all():
-            what = "the gradient of the loss is not finite."
-            raise CallError("call.loss", what, where=f"datum {number}", fix="look for log 0, 0 / 0 and infinite ratios")
+            message = "the gradient of the loss is not finite."
+            raise CallError(
+                "call.loss", message, where=f"datum {number}", fix="look for log 0, 0 / 0 and infinite ratios"
+            )
     return float(loss), {name: float(value) for name, value in metrics.items()}, list(gradients)
 
 
@@ -458,8 +460,8 @@ def _parts(returned: Any, names: Sequence[str]) -> Any:
         )
     loss, metrics = returned[:2]
     if np.shape(loss) != ():
-        what = f"the loss has the shape {np.shape(loss)}, and must be one number."
-        raise CallError("call.loss", what, fix="loss.sum()")
+        message = f"the loss has the shape {np.shape(loss)}, and must be one number."
+        raise CallError("call.loss", message, fix="loss.sum()")
     if not isinstance(metrics, Mapping) or not all(np.shape(value) == () for value in metrics.values()):
         raise CallError("call.loss", "the metrics of the loss are no table of numbers.", fix="return loss, {}")
     return returned
