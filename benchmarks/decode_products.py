@@ -46,7 +46,7 @@ from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.weights.table import NONE
 
 PARTS = ("passes", "gaps")
-WAYS = {"separate": row_adapters.SEPARATE, "joined": row_adapters.JOINED}
+WAYS = {"separate": row_adapters.SEPARATE, "joined": row_adapters.NAME}
 TURNS, CALLS = 3, 3  # of each way, and calls of STEPS passes in a turn
 
 

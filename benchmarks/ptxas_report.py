@@ -178,8 +178,7 @@ def cases(gpu: Gpu) -> Iterator[tuple[str, int, Callable[[], None]]]:
     yield "norm with residual", 0, norm
     yield "delta rule", 0, delta_rule
     yield "decoding", 0, decoding
-    for name in ("bfloat16", "fp8"):
-        yield f"joined products of decoding, {name}", 0, partial(joined_products, name)
+    yield "joined products of decoding", 0, joined_products
 
 
 def linear(backend: str, rank: int, adapters: int, rate: float, gpu: Gpu = GPUS["h200"]) -> None:
@@ -358,25 +357,19 @@ def decoding() -> None:
     )
 
 
-def joined_products(base: str) -> None:
+def joined_products() -> None:
     """Query, key and value of Qwen3-8B for 64 rows of 16 adapters."""
     import jax.numpy as jnp
 
-    from pallas_kernels.decoding.row_products import row_products
+    from pallas_kernels.linear.triton.row_products import row_products
     from pallas_kernels.problem import Operands, Static
-    from pallas_kernels.quantised.fp8 import Fp8Weight
 
     rows, width, adapters, rank, outs = 64, 4096, 16, 16, (4096, 1024, 1024)
 
     def make():
-        weight = lambda n: (  # noqa: E731
-            jnp.zeros((width, n), jnp.bfloat16)
-            if base == "bfloat16"
-            else Fp8Weight(values=jnp.zeros((n, width), jnp.float8_e4m3fn), scales=jnp.ones(n))
-        )
         return Operands(
             x=jnp.zeros((rows, width), jnp.bfloat16),
-            ws=tuple(weight(n) for n in outs),
+            ws=tuple(jnp.zeros((width, n), jnp.bfloat16) for n in outs),
             as_=tuple(jnp.zeros((adapters, width, rank), jnp.bfloat16) for _ in outs),
             bs=tuple(jnp.zeros((adapters, rank, n), jnp.bfloat16) for n in outs),
             biases=(None,) * len(outs),

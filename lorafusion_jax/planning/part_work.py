@@ -16,19 +16,26 @@ from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.families.mamba import Mamba
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.layer import Half
+from lorafusion_jax.weights.table import StoredKind
 
 EXPERTS = 2.0  # products of experts: rows are sorted and padded, and tiles are small
 # The gated delta rule: float32, and one step per chunk, forward and backward on average; by kernels and in XLA's form.
 RULE, XLA_RULE = 46.0, 108.0
 
 
-def row_weights(layer: Layer, half: Half | None = None, *, hopper: bool = True) -> float:
+def row_weights(
+    layer: Layer, half: Half | None = None, *, hopper: bool = True, kind: StoredKind | None = None
+) -> float:
     """Weights of a layer or half that a row passes through.
 
     Args:
         hopper: whether the devices are Hopper GPUs, which have kernels for the gated delta rule.
+        kind: how projections are stored, if their products then take another time; None: as for plain ones.
     """
-    products = sum(prod(linear.row_shape) * (EXPERTS if linear.experts else 1) for linear in layer.linears_of(half))
+    products = 0.0
+    for linear in layer.linears_of(half):
+        speed = 1.0 if kind is None else kind.of(linear.experts).product_speed
+        products += prod(linear.row_shape) * (EXPERTS if linear.experts else 1) / speed
     return products + (_rule(layer.second or layer.attention, hopper) if half != "mlp" else 0)
 
 

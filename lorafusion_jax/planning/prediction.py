@@ -131,11 +131,10 @@ def predicted_parts(model: ModelConfig, device: str, quantize: str = NONE, *, ta
         quantize: storage of the layers' projections, see `weights.table`.
         table: elements of the head on the device (None: all).
     """
-    kind = stored_kind(quantize)
-    speed = 1.0 if kind is None or device == "cpu" else kind.product_speed
+    kind = None if device == "cpu" else stored_kind(quantize)
     return default_cost_parts(
         device,
-        layer_parameters=mean_over_layers(model, partial(row_weights, hopper=device in HOPPERS)) / speed,
+        layer_parameters=mean_over_layers(model, partial(row_weights, hopper=device in HOPPERS, kind=kind)),
         table_parameters=model.vocab_size * model.hidden_size if table is None else table,
         hidden_size=model.hidden_size,
         attention_width=_attention_width(model),

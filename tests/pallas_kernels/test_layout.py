@@ -44,14 +44,13 @@ def folder(name: str) -> str:
 
 def test_folders_import_in_one_direction():
     order = (
-        NEUTRAL, "linear", "quantised", "decoding", "mlp", "norm", "attention", "experts", "delta_rule", "state_space",
+        NEUTRAL, "linear", "quantised", "mlp", "norm", "attention", "experts", "delta_rule", "state_space",
         "tuning",
     )  # fmt: skip
     may = {
         NEUTRAL: {NEUTRAL},
         "linear": {NEUTRAL, "linear"},
         "quantised": {NEUTRAL, "linear", "quantised"},
-        "decoding": {NEUTRAL, "quantised", "decoding"},
         "mlp": {NEUTRAL, "linear", "quantised", "mlp"},
         "norm": {NEUTRAL, "norm"},
         "attention": {NEUTRAL, "attention"},

@@ -36,7 +36,7 @@ class RowSumsConfig:
 
     Attributes:
         width: columns of a frozen weight that a program has.
-        depth: features of a step; of 8-bit weights twice as many.
+        depth: features of a step.
         fill: programs for each multiprocessor below which the contraction is split further.
     """
 
@@ -68,46 +68,35 @@ def row_sums(
     lows: Sequence[Low],
     slot_T: Int[Array, " T"],
     *,
-    rounded_TK: Float[Array, "T K"] | None = None,
     config: RowSumsConfig | None = None,
 ) -> tuple[tuple[Float[Array, "Z T _"], ...], Float[Array, "Z T _"] | None]:
     """Returns parts of x W of each weight, and of S: x A of each row's own adapter, all projections side by side.
 
     Args:
         x_TK: T a multiple of `ROWS`, K of twice the depth.
-        ws: [K, N] in the type of x, or e4m3 [N, K]; N a multiple of `LOW_WIDTH`.
+        ws: [K, N] in the type of x; N a multiple of `LOW_WIDTH`.
         slot_T: int32, -1 for a row without an adapter: its S holds anything.
-        rounded_TK: what 8-bit weights multiply, in the type to which they are widened.
     """
     config = config or RowSumsConfig()
     T, K = x_TK.shape
-    inputs: list[Array] = [x_TK] if rounded_TK is None else [x_TK, rounded_TK]
-    columns = [w.shape[0] if _narrow(w) else w.shape[1] for w in ws]
+    columns = [w.shape[1] for w in ws]
     widths = [config.width if count % config.width == 0 else LOW_WIDTH for count in columns]
     counts = [count // width for count, width in zip(columns, widths, strict=True)]
     counts += [-(-low.a_KC.shape[1] // LOW_WIDTH) for low in lows]
     parts = _parts(T // ROWS * sum(counts), K, 2 * config.depth, config.fill * num_sms())
     share, total_rank = K // parts, sum(low.rank for low in lows)
 
-    def kernel(slot_ref, *refs):
+    def kernel(slot_ref, x_ref, *refs):
         row, tile, part = (pl.program_id(axis) for axis in range(3))
-        x_ref, rounded_ref, refs = refs[0], refs[len(inputs) - 1], refs[len(inputs) :]
         w_refs, a_refs, outs = refs[: len(ws)], refs[len(ws) : len(counts)], refs[len(counts) :]
         rows, sums = pl.ds(row * ROWS, ROWS), partial(_sum_products, part * share, share)
 
         def frozen(number: int, tile: Array) -> None:
             w_ref, width = w_refs[number], widths[number]
             at = pl.ds(tile * width, width)
-            if _narrow(ws[number]):
-                # The weight is widened in registers, from where a matrix unit takes the left operand only.
-                product = lambda features: dot(  # noqa: E731
-                    w_ref[at, features].astype(rounded_ref.dtype), rounded_ref[rows, features], trans_rhs=True
-                )
-                total = sums((width, ROWS), 2 * config.depth, product).T
-            else:
-                product = lambda features: dot(x_ref[rows, features], w_ref[features, at])  # noqa: E731
-                total = sums((ROWS, width), config.depth, product)
-            outs[number][part, rows, at] = total
+            outs[number][part, rows, at] = sums(
+                (ROWS, width), config.depth, lambda features: dot(x_ref[rows, features], w_ref[features, at])
+            )
 
         def low_rank(number: int, tile: Array) -> None:
             low, a_ref = lows[number], a_refs[number]
@@ -127,7 +116,7 @@ def row_sums(
         out_shape.append(jax.ShapeDtypeStruct((parts * T, total_rank), jnp.float32))
     results = call(
         kernel,
-        [slot_T, *inputs, *ws, *(low.a_KC for low in lows)],
+        [slot_T, x_TK, *ws, *(low.a_KC for low in lows)],
         name="row_sums",
         grid=(T // ROWS, sum(counts), parts),
         out_shape=out_shape,
@@ -179,10 +168,6 @@ def by_tile(tile: Array, counts: Sequence[int], branches: Sequence[tuple[Callabl
             branch(number, tile - first)
 
         first += count
-
-
-def _narrow(w: Array) -> bool:
-    return w.dtype == jnp.float8_e4m3fn
 
 
 def _parts(programs: int, features: int, depth: int, wanted_programs: float) -> int:

@@ -1,1 +1,0 @@
-"""Products of decoding, where every row has an adapter of its own."""
