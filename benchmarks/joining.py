@@ -265,7 +265,7 @@ def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]
                 },
                 "lora": {"rank": ranks},
                 "optim": {"lr": rates},
-                "halving": {"first_step": 2, "factor": 2} if halving else {},
+                "halving": {"first_share": 0.125, "factor": 2} if halving else {},
                 "save": {"every_minutes": None},
                 "adapters": [{"name": "point"}],
             }  # fmt: skip

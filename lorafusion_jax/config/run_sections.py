@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -189,21 +189,59 @@ class HalvingSettings(Section):
         description="step of the first comparison; the next follow at factor, factor², … times as many steps; "
         "default: no comparison",
     )
+    first_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="the same as a part of each adapter's own steps, for adapters with unequal numbers of them, "
+        "as in a sweep of batch sizes",
+    )
     factor: Annotated[Count, Field(ge=2, le=1024)] = Field(
         default=2, description="one of so many adapters goes on, rounded up; the slots of the others go to it"
     )
 
-    def compares_at(self, step: int) -> bool:
-        """Whether adapters are compared after this step."""
-        return step in self.steps(step + 1)
+    @model_validator(mode="after")
+    def _one_first(self) -> Self:
+        if self.first_step is not None and self.first_share is not None:
+            raise ValueError("first_step and first_share say one thing; give one of them")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return self.first_step is not None or self.first_share is not None
+
+    def compares_at(self, step: int, num_steps: int) -> bool:
+        """Whether an adapter with so many steps is compared after this one, which may be its last."""
+        return any(step == self.step_of(mark, num_steps) for mark in self.marks(num_steps))
 
     def steps(self, num_steps: int) -> list[int]:
-        """The steps before `num_steps` at which adapters are compared."""
-        steps, step = [], self.first_step or num_steps
-        while step < num_steps:
-            steps.append(step)
-            step *= self.factor
-        return steps
+        """The steps before its last at which an adapter with so many is compared.
+
+        >>> HalvingSettings(first_step=2).steps(10), HalvingSettings(first_share=0.2).steps(10)
+        ([2, 4, 8], [2, 4, 8])
+        >>> HalvingSettings(first_share=0.125).steps(4)  # a half, a quarter and an eighth of four steps
+        [1, 2]
+        """
+        steps = {self.step_of(mark, num_steps) for mark in self.marks(num_steps)}
+        return sorted(step for step in steps if step < num_steps)
+
+    def marks(self, longest: int) -> list[int]:
+        """What names the comparisons of adapters with at most so many steps, in their order: a step, or a number."""
+        marks = []
+        if self.first_step is not None:
+            mark = self.first_step
+            while mark <= longest:
+                marks.append(mark)
+                mark *= self.factor
+        elif self.first_share is not None:
+            while self.first_share * self.factor ** len(marks) < 1:
+                marks.append(1 + len(marks))
+        return marks
+
+    def step_of(self, mark: int, num_steps: int) -> int:
+        """The step of an adapter with so many at which it takes part in a comparison."""
+        if self.first_share is None:
+            return mark
+        # Of a share such as 0.1, which has no exact number, 30 steps are 3.0000000000000004.
+        return max(1, ceil(round(self.first_share * self.factor ** (mark - 1) * num_steps, 9)))
 
 
 class SaveSettings(Section):

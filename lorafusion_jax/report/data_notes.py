@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -125,24 +124,34 @@ def _length_notes(config: JobConfig, prepared: Prepared) -> Iterator[str]:
             f"train.eval_every_steps={exact(train.eval_every_steps)}, and no adapter takes more than {exact(longest)}: "
             "they are only evaluated at their start and end"
         )
-    yield from _of_halving(config, prepared, longest)
+    yield from _of_halving(config, prepared, steps)
     if train.max_steps is not None and train.max_steps > longest:
         yield f"train.max_steps={exact(train.max_steps)} has no effect: no adapter takes more than {exact(longest)}"
     if save.every_steps is not None and save.every_steps > total and save.every_minutes is None:
         yield f"save.every_steps={exact(save.every_steps)}, and all adapters take {exact(total)}: only the end is saved"
 
 
-def _of_halving(config: JobConfig, prepared: Prepared, longest: int) -> Iterator[str]:
-    first = config.halving.first_step
-    if first is None:
+def _of_halving(config: JobConfig, prepared: Prepared, steps: Mapping[str, int]) -> Iterator[str]:
+    if not config.halving.is_on:
         return
-    sets = Counter(data.eval.digest for data in prepared.adapters.values() if data.eval is not None)
-    if all(count < 2 for count in sets.values()):
+    first, longest = config.halving.first_step, max(steps.values())
+    by_set: dict[str, list[int]] = {}
+    for name, data in prepared.adapters.items():
+        if data.eval is not None:
+            by_set.setdefault(data.eval.digest, []).append(steps[name])
+    unequal = [counts for counts in by_set.values() if max(counts) > config.halving.factor * min(counts)]
+    if all(len(counts) < 2 for counts in by_set.values()):
         yield "halving compares adapters with the same held-out data, and no two of them have it: none will end early"
-    elif first >= longest:
+    elif first is not None and first >= longest:
         yield (
             f"halving.first_step={exact(first)}, and no adapter takes more than {exact(longest)} steps: none will end "
             "early"
+        )
+    elif first is not None and unequal:
+        yield (
+            f"halving.first_step={exact(first)} waits until all adapters with the same held-out data have come "
+            f"there, and those that take {exact(min(unequal[0]))} steps come late beside those that take "
+            f"{exact(max(unequal[0]))}; halving.first_share compares each after the same part of its own"
         )
 
 

@@ -46,7 +46,7 @@ class AdapterProgress:
         best_step, best: the step with the best held-out result so far, and the result.
         stale: evaluations in a row that were no better.
         compared: step of successive halving → result, None for one that is not finite.
-        passed: the last of these steps at which it was compared with others.
+        passed: the last comparison with others it took part in: a step, or under `halving.first_share` a number.
     """
 
     name: str

@@ -199,7 +199,7 @@ class PlanRun:
     def _evaluate_and_export(self, adapter: AdapterProgress) -> None:
         """Evaluates and exports an adapter that a change has ended or paused."""
         # Otherwise it was evaluated after its step.
-        if adapter.status == "done" and not self._selection.evaluates_between(adapter.step):
+        if adapter.status == "done" and not self._selection.evaluates_between(adapter.name, adapter.step):
             self._evaluate(adapter.name, adapter.step, self._progress.slot)
         if adapter.status != "running":
             self._meter.drop(adapter.name, self._progress.slot)
@@ -249,7 +249,7 @@ class PlanRun:
         """Whether the adapter is evaluated after this step."""
         last = step == self._progress.adapters[name].num_steps
         has_held_out = self._job.prepared.adapters[name].eval is not None
-        return has_held_out and (last or self._selection.evaluates_between(step))
+        return has_held_out and (last or self._selection.evaluates_between(name, step))
 
     def _evaluate_if_due(self, task: Task, slots_done: int) -> None:
         if self._needs_evaluation(task.name, task.step):

@@ -24,12 +24,12 @@ class Selection:
     def stops_adapters(self) -> bool:
         """Whether an evaluation can end an adapter."""
         config = self._job.config
-        return config.halving.first_step is not None or any(a.early_stop.patience is not None for a in config.adapters)
+        return config.halving.is_on or any(a.early_stop.patience is not None for a in config.adapters)
 
-    def evaluates_between(self, step: int) -> bool:
+    def evaluates_between(self, name: str, step: int) -> bool:
         """Whether an adapter is evaluated after this step, even if it is not its last."""
-        every = self._job.config.train.eval_every_steps
-        return bool(every and step % every == 0) or self._job.config.halving.compares_at(step)
+        every, num_steps = self._job.config.train.eval_every_steps, self._progress.adapters[name].num_steps
+        return bool(every and step % every == 0) or self._job.config.halving.compares_at(step, num_steps)
 
     def take(self, name: str, step: int, metrics: Mapping[str, float]) -> bool:
         """Counts an evaluation. Returns whether it is the adapter's best."""
@@ -40,7 +40,7 @@ class Selection:
         is_best = _record(adapter, settings, step, value)
         if adapter.status == "running" and not adapter.stop and step < adapter.num_steps:
             adapter.stop = _lost_patience(adapter, settings, step)
-        if self._job.config.halving.compares_at(step):
+        if self._job.config.halving.compares_at(step, adapter.num_steps):
             adapter.compared[str(step)] = value if math.isfinite(value) else None
         for group in self._groups():
             self._halve(group)
@@ -51,7 +51,7 @@ class Selection:
 
     def _groups(self) -> Iterator[list[AdapterProgress]]:
         """Adapters that can be compared: with the same held-out data and metric."""
-        if self._job.config.halving.first_step is None:
+        if not self._job.config.halving.is_on:
             return
         groups: dict[tuple[str, str], list[AdapterProgress]] = {}
         for name, adapter in self._progress.adapters.items():
@@ -61,25 +61,27 @@ class Selection:
         yield from groups.values()
 
     def _halve(self, group: Sequence[AdapterProgress]) -> None:
-        """Compares the adapters of a group at each step that all of them have reached."""
+        """Compares the adapters of a group at each step, of its own or of all, that all of them have reached."""
         halving = self._job.config.halving
-        for step in halving.steps(1 + max(adapter.num_steps for adapter in group)):
+        for mark in halving.marks(max(adapter.num_steps for adapter in group)):
+            steps = {adapter.name: halving.step_of(mark, adapter.num_steps) for adapter in group}
             running = [adapter for adapter in group if adapter.status == "running" and not adapter.stop]
-            if any(adapter.step < step <= adapter.num_steps for adapter in running):
+            if any(adapter.step < steps[adapter.name] <= adapter.num_steps for adapter in running):
                 return
-            compared = [a for a in group if a.passed < step and str(step) in a.compared and _competes(a)]
-            self._stop_worst(compared, step, keep=-(-len(compared) // halving.factor))
+            compared = [a for a in group if a.passed < mark and str(steps[a.name]) in a.compared and _competes(a)]
+            self._stop_worst(compared, steps, mark, keep=-(-len(compared) // halving.factor))
 
-    def _stop_worst(self, compared: Sequence[AdapterProgress], step: int, keep: int) -> None:
+    def _stop_worst(self, compared: Sequence[AdapterProgress], steps: Mapping[str, int], mark: int, keep: int) -> None:
         settings = self._settings(compared[0].name) if compared else EarlyStopSettings()
-        ranked = sorted(compared, key=lambda adapter: settings.sort_key(adapter.compared[str(step)]))
+        results = {adapter.name: adapter.compared[str(steps[adapter.name])] for adapter in compared}
+        ranked = sorted(compared, key=lambda adapter: settings.sort_key(results[adapter.name]))
         for position, adapter in enumerate(ranked, 1):
-            adapter.passed = step
+            step = steps[adapter.name]
+            adapter.passed = mark
             if position > keep and adapter.status == "running" and step < adapter.num_steps:
-                result = _number(adapter.compared[str(step)])
+                result = f"{settings.metric} {_number(results[adapter.name])}"
                 adapter.stop = (
-                    f"halved at step {step} of {adapter.num_steps}: {settings.metric} {result} is number {position} of "
-                    f"{len(ranked)}"
+                    f"halved at step {step} of {adapter.num_steps}: {result} is number {position} of {len(ranked)}"
                 )
 
 

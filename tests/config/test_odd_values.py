@@ -62,6 +62,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "save.keep": COUNTS,
     "save.best": FLAGS,
     "halving.first_step": (*COUNTS, None),
+    "halving.first_share": (0.5, 1e-320, "1e-4", None),
     "halving.factor": (2, 16.0),
     "early_stop.patience": (None,),  # a number also needs held-out data
     "early_stop.metric": (),

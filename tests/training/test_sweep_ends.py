@@ -13,7 +13,9 @@ from lorafusion_jax import open_run
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.running import show_result
 from lorafusion_jax.config import load_config
+from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import resume, train
 
@@ -158,6 +160,38 @@ def test_a_resumed_run_stops_the_same_adapters_at_the_same_slots(stopping, stopp
         assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
 
 
+@pytest.fixture(scope="module")
+def batches(folder, job):
+    """Two rates with four steps each, and two with twelve: as a sweep of batch sizes."""
+    data = {"train": str(folder / "law.jsonl"), "eval": str(folder / "held.jsonl")}
+    return [
+        {"name": f"{word}{size}", "data": data, "optim": {"lr": lr, "schedule": "constant"},
+         "batch": {"global_samples": size}}
+        for size in (2, 6)
+        for word, lr in (("fast", 0.02), ("slow", 1e-5))
+    ]  # fmt: skip
+
+
+def test_adapters_with_unequal_steps_are_compared_after_a_share_of_their_own(job, folder, batches, kept_programs):
+    config = load_config(job(adapters=batches, halving={"first_share": 0.5}, epochs=1))
+    adapters = train(config, folder / "shares").adapters
+    assert {name: adapter.step for name, adapter in adapters.items() if name.startswith("fast")} == {
+        "fast2": 12,
+        "fast6": 4,
+    }
+    assert [adapters[name].reason.partition(":")[0] for name in ("slow2", "slow6")] == [
+        "halved at step 6 of 12",
+        "halved at step 2 of 4",
+    ]
+
+
+def test_check_says_that_a_step_is_no_measure_for_unequal_batches(job, batches):
+    config = load_config(job(adapters=batches, halving={"first_step": 2}, epochs=1))
+    (note,) = [note for note in data_notes(config, prepare(config)) if "halving" in note]
+    assert "those that take 4 steps come late beside those that take 12" in note
+    assert "halving.first_share" in note
+
+
 def test_patience_alone(job, folder, kept_programs):
     config = load_config(job(train={"eval_every_steps": 1}, early_stop={"patience": 3, "min_delta": 0.01}))
     result = train(config, folder / "patience")
@@ -187,6 +221,8 @@ def test_patience_alone(job, folder, kept_programs):
         ({"halving": {"first_step": 4, "factor": 1}}, "config.value", "factor"),
         ({"early_stop": {"patience": 0}}, "config.value", "patience"),
         ({"halving": {"first": 4}}, "config.unknown-key", "first_step"),
+        ({"halving": {"first_step": 4, "first_share": 0.5}}, "config.value", "give one of them"),
+        ({"halving": {"first_share": 1.0}}, "config.value", "first_share"),
     ],
 )
 def test_what_cannot_decide_is_refused(job, sections, code, says):

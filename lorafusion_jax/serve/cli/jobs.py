@@ -196,7 +196,7 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "early_stop.patience": adapter.early_stop.patience is not None,
         "rollout": adapter.rollout.is_on,
         "eval.score": adapter.eval.score is not None,
-        "halving": config.halving.first_step is not None,
+        "halving": config.halving.is_on,
         "handover (its operator says where: serve --handover)": config.handover.is_on,
         "data.train: a list": len(adapter.data.train) > 1 or any(source.weight != 1 for source in adapter.data.train),
         "data.eval: a list": len(held_out) > 1,
