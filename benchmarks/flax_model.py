@@ -108,7 +108,7 @@ type Made = tuple[Variant, tuple, Any]  # a variant, the step's other arguments,
 type Ready = tuple[Variant, Any, tuple]  # a variant, its compiled step, the step's other arguments
 
 
-def parts_of(size: Size) -> tuple[type[nnx.Module], tuple[str, ...], Callable[..., jax.Array]]:
+def parts_of(size: Size) -> tuple[Callable[..., nnx.Module], tuple[str, ...], Callable[..., jax.Array]]:
     """(a model, its projections in a layer, the loss of a batch)"""
     return (ViT, OF_VIT, classification_loss) if size.model == "vit" else (Decoder, PROJECTIONS, next_token_loss)
 

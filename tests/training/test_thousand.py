@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
 import small_jobs
-from watched_runs import asks, crash_after, losses_of, weights_of
+from watched_runs import crash_after, events_of, losses_of, weights_of
 
+from lorafusion_jax.checkpoint.requests import write_addition, write_request
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.training import resume, train
@@ -45,7 +48,7 @@ def job(tmp_path_factory, tiny_base):
     sections = {
         "batch": {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 2},
         "data": {"max_length": 32},
-        "save": {"every_steps": 150, "keep": 2},
+        "save": {"every_steps": COUNT // 7, "keep": 2},
         "lora": {"rank": 4, "dropout": 0.1, "targets": ["q_proj"]},
         "optim": {"lr": 0.02, "schedule": "constant", "warmup": 0.0},
     }
@@ -57,32 +60,59 @@ def job(tmp_path_factory, tiny_base):
 
 
 def requests_of(first, second):
-    """Joins and ends at random steps of others."""
-    draw, names = random.Random(1), [adapter.name for adapter in first.adapters]
-    draw.shuffle(askers := list(names))
-    joins = [(askers.pop(), 1, list(second.adapters[at : at + 8]), "add") for at in range(0, JOINED, 8)]
-    ends = [(askers.pop(), 1, askers.pop(), draw.choice(["cancel", "finish", "pause"])) for _ in range(12)]
-    return [*joins, *ends], {whom for *_, whom, _ in ends}
+    """Joins, and ends of random others."""
+    draw = random.Random(1)
+    joins = [("add", list(second.adapters[at : at + 8])) for at in range(0, JOINED, 8)]
+    whom = draw.sample([adapter.name for adapter in first.adapters], 12)
+    ends = [(draw.choice(["cancel", "finish", "pause"]), name) for name in whom]
+    draw.shuffle(requests := [*joins, *ends])
+    return requests, set(whom)
+
+
+def asks_in_turn(run, requests):
+    """A listener that asks one after another while the first half of a thousand steps is told."""
+    waiting = iter(requests)
+    every, steps = COUNT // (2 * len(requests)), itertools.count(1)
+
+    def listen(event):
+        if event.kind == "step" and next(steps) % every == 0 and (request := next(waiting, None)):
+            action, whom = request
+            if action == "add":
+                write_addition(run, whom)
+            else:
+                write_request(run, action, whom)
+
+    return listen
 
 
 @pytest.fixture(scope="module")
 def runs(job, tmp_path_factory):
-    """A run, and another that is killed again and again; and who was ended early."""
+    """A run, and another that is killed again and again; and who was ended early.
+
+    Both go on from one state in which all requests have been taken: the slot at which one is taken is not the same in
+    two runs, and a microbatch of other adapters rounds otherwise.
+    """
     folder, draw = tmp_path_factory.mktemp("runs"), random.Random(2)
     requests, ended = requests_of(*job)
-    train(job[0], whole := folder / "whole", listeners=[asks(whole, *requests)])
-    killed = folder / "killed"
-    asking = asks(killed, *requests)
     with pytest.raises(KeyboardInterrupt):
-        train(job[0], killed, listeners=[asking, crash_after("step", draw.randint(COUNT // 8, COUNT // 2))])
+        train(
+            job[0],
+            begun := folder / "begun",
+            listeners=[asks_in_turn(begun, requests), crash_after("step", COUNT * 3 // 4)],
+        )
+    assert events_of(begun, "replanned"), "no request was taken"
+    for name in ("whole", "killed"):
+        shutil.copytree(begun, folder / name, symlinks=True)
+    resume(whole := folder / "whole")
+    killed = folder / "killed"
     for _ in range(4):
         try:
-            resume(killed, listeners=[asking, crash_after("step", draw.randint(COUNT // 8, COUNT // 2))])
+            resume(killed, listeners=[crash_after("step", draw.randint(COUNT // 8, COUNT // 4))])
         except KeyboardInterrupt:
             continue
         break
     else:
-        resume(killed, listeners=[asking])
+        resume(killed)
     return whole, killed, ended
 
 
