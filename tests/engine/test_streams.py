@@ -431,44 +431,6 @@ def test_a_state_holds_gradients_that_no_step_has_used(reproducible, tmp_path):
         assert wait(planner, client.step()).metrics == expected.metrics
 
 
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [
-        (lambda arrays: arrays[0].sum(), "not (loss, metrics)"),
-        (lambda arrays: (arrays[0], {}), "must be one number"),
-        (lambda arrays: (arrays[0].sum(), None), "no table of numbers"),
-        (lambda arrays: (jnp.log(arrays[0] - arrays[0]).sum(), {}), "the gradient of the loss is not finite"),
-    ],
-)
-def test_what_a_custom_loss_returns_is_checked(opened, returned, says):
-    with opened.new_client(rank=4) as client:
-        with pytest.raises(LoraFusionError, match=re.escape(says)) as raised:
-            client.forward_backward_custom(data(), lambda given, arrays: returned(arrays))
-        assert raised.value.code == "call.loss"
-        with pytest.raises(ZeroDivisionError):  # errors of the loss itself stay as they are
-            client.forward_backward_custom(data(), lambda given, arrays: 1 / 0)
-        gradients = [np.zeros(99) for _ in data()]
-        with pytest.raises(LoraFusionError, match=r"the shape \(99,\)"):
-            client.forward_backward_custom(data(), lambda given, arrays: (0.0, {}, gradients), returns_gradients=True)
-        assert client.optim_step(learning_rate=1e-2).result().metrics["grad_norm:mean"] == 0  # nothing was added
-
-
-def test_arguments_of_another_kind_are_named(opened, tmp_path):
-    with opened.new_client(rank=4) as client:
-        for one in (data()[0], {"model_input": [1], "loss_fn_inputs": {}}):
-            with pytest.raises(LoraFusionError, match="is one datum, not a list"):
-                client.forward_backward(one)
-        with pytest.raises(LoraFusionError, match=f"there is no folder {tmp_path / 'none'}"):
-            client.load_state(tmp_path / "none")
-        client.save_weights_for_sampler(tmp_path / "peft").result()
-        with pytest.raises(LoraFusionError, match="is a PEFT folder"):
-            client.load_state(tmp_path / "peft")
-        sampler = client.save_weights_and_get_sampling_client()
-        for number in (0, 1.5):
-            with pytest.raises(LoraFusionError, match="num_samples is"):
-                sampler.sample([1], number)
-
-
 def test_a_rank_without_a_place_is_refused_before_the_base_is_read(monkeypatch):
     monkeypatch.setattr("lorafusion_jax.api.training.prepare_machine", lambda: pytest.fail("it has begun"))
     with pytest.raises(LoraFusionError, match="rank 4 is above the largest place, 2") as raised:
@@ -610,6 +572,44 @@ def test_custom_losses_of_jax_and_numpy_are_those_of_rows(opened):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (lambda arrays: arrays[0].sum(), "not (loss, metrics)"),
+        (lambda arrays: (arrays[0], {}), "must be one number"),
+        (lambda arrays: (arrays[0].sum(), None), "no table of numbers"),
+        (lambda arrays: (jnp.log(arrays[0] - arrays[0]).sum(), {}), "the gradient of the loss is not finite"),
+    ],
+)
+def test_what_a_custom_loss_returns_is_checked(opened, returned, says):
+    with opened.new_client(rank=4) as client:
+        with pytest.raises(LoraFusionError, match=re.escape(says)) as raised:
+            client.forward_backward_custom(data(), lambda given, arrays: returned(arrays))
+        assert raised.value.code == "call.loss"
+        with pytest.raises(ZeroDivisionError):  # errors of the loss itself stay as they are
+            client.forward_backward_custom(data(), lambda given, arrays: 1 / 0)
+        gradients = [np.zeros(99) for _ in data()]
+        with pytest.raises(LoraFusionError, match=r"the shape \(99,\)"):
+            client.forward_backward_custom(data(), lambda given, arrays: (0.0, {}, gradients), returns_gradients=True)
+        assert client.optim_step(learning_rate=1e-2).result().metrics["grad_norm:mean"] == 0  # nothing was added
+
+
+def test_arguments_of_another_kind_are_named(opened, tmp_path):
+    with opened.new_client(rank=4) as client:
+        for one in (data()[0], {"model_input": [1], "loss_fn_inputs": {}}):
+            with pytest.raises(LoraFusionError, match="is one datum, not a list"):
+                client.forward_backward(one)
+        with pytest.raises(LoraFusionError, match=f"there is no folder {tmp_path / 'none'}"):
+            client.load_state(tmp_path / "none")
+        client.save_weights_for_sampler(tmp_path / "peft").result()
+        with pytest.raises(LoraFusionError, match="is a PEFT folder"):
+            client.load_state(tmp_path / "peft")
+        sampler = client.save_weights_and_get_sampling_client()
+        for number in (0, 1.5):
+            with pytest.raises(LoraFusionError, match="num_samples is"):
+                sampler.sample([1], number)
+
+
 def test_data_of_the_sdk_are_read(client):
     class Tensor(SimpleNamespace):
         def to_numpy(self):
