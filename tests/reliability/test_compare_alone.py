@@ -20,7 +20,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.session import assembler
-from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.batch_end import BatchEnds
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.training import compare_alone
 from lorafusion_jax.training.compare_alone import ROUNDING, compare, compare_job, first_steps, packed_otherwise
@@ -185,12 +185,12 @@ def of_rows(change):
 
 def of_step(change):
     def plant(patch):
-        original = Executor.step
+        original = BatchEnds.step
 
         def step(self, adapter, numbers):
             return original(self, adapter, change(numbers) if adapter == NAME else numbers)
 
-        patch.setattr(Executor, "step", step)
+        patch.setattr(BatchEnds, "step", step)
 
     return plant
 
