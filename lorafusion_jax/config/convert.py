@@ -28,6 +28,15 @@ SECTIONS = (
 )
 OPTIMIZERS = {"adamw": "adamw", "lion": "lion", "adafactor": "adafactor", "sgd": "sgd"}
 OBJECTIVES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo")
+SOURCE_KEYS = ("path", "split", "data_files", "ds_type")  # of an entry of a list of data sets
+ROW_KEYS = ("type", "field", "message", "role", "chat_template", "columns", "train_on", "format")  # they begin so
+FORMAT = (
+    "rows are known by their columns; data.columns and data.chat_template say otherwise; see lorafusion data preview"
+)
+ALPACA = (
+    "data.chat_template: alpaca frames rows so, but for '### Input:'; without it the base's template does, or nothing"
+)
+NO_CONFIGURATION = "a configuration of a set cannot be named; write its rows into a file"
 LOSSES = ("loss_type", "loss_weights")  # TRL's DPO has lists of them
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 
@@ -39,11 +48,13 @@ class Converted:
     Attributes:
         job: sections of a job file.
         notes: (key of the other file, why it has no counterpart or how it differs).
+        program: whose file it is; empty if its keys do not tell.
         defaults: whose defaults are written for keys that the file leaves out, and which keys.
     """
 
     job: dict[str, Any] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
+    program: str = ""
     defaults: str = ""
 
     def set(self, key: str, value: Any) -> None:
@@ -125,6 +136,7 @@ def _with_defaults(values: Mapping[str, Any], result: Converted) -> Mapping[str,
     if program is None:
         result.defaults = "Which program the file is of is not clear: keys that it leaves out have our defaults."
         return values
+    result.program = program.name
     defaults = program.left_out(values, preferences="objective" in result.job)
     result.defaults = f"Read as a file of {program.name}, with its defaults for {', '.join(defaults) or 'nothing'}."
     result.notes += program.left_out_notes(values)
@@ -187,10 +199,25 @@ def _data(result: Converted, key: str, target: str, value: Any) -> None:
     sets = value if isinstance(value, list) else str(value).split(",")
     if not sets:
         return
-    if key == "dataset":
+    of_info = key == "dataset" or (key == "eval_dataset" and result.program == "LLaMA-Factory")
+    if of_info:
         result.notes.append((key, "a name of dataset_info.json: write the file that it stands for"))
-    sources = list(dict.fromkeys(path for entry in sets for path in _paths(entry, as_it_is=key == "dataset")))
+    sources = list(dict.fromkeys(path for entry in sets for path in _paths(entry, as_it_is=of_info)))
     result.set(target, sources[0] if len(sources) == 1 else sources)
+    notes = [note for entry in sets if isinstance(entry, dict) for note in _entry_notes(key, entry)]
+    result.notes += dict.fromkeys(notes)
+
+
+def _entry_notes(key: str, entry: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What an entry of a list of data sets says beside its source."""
+    notes = []
+    for name, value in entry.items():
+        if name in SOURCE_KEYS or value is None:
+            continue
+        of_rows = str(name).startswith(ROW_KEYS)
+        note = ALPACA if str(value).startswith("alpaca") else FORMAT if of_rows else "no counterpart is known"
+        notes.append((f"{key}.{name}", NO_CONFIGURATION if name == "name" else note))
+    return notes
 
 
 def _paths(source: Any, *, as_it_is: bool) -> list[str]:

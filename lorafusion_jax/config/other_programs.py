@@ -113,9 +113,9 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_notes("special_tokens tokens eot_tokens", "the special tokens of the base's tokenizer are used; lorafusion data "
              "preview shows them"),
     **_notes("trust_remote_code", NO_CODE),
-    **_notes("adapter finetuning_type peft_type task_type use_peft do_train bias", "always LoRA, without biases"),
+    **_notes("adapter finetuning_type peft_type task_type use_peft bias", "always LoRA, without biases"),
     **_notes("tf32 fp16 half_precision pure_bf16", "adapters train in float32 beside a base in base.dtype"),
-    **_notes("strict remove_unused_columns preprocessing_num_workers dataloader_num_workers dataset_num_proc "
+    **_notes("strict do_train remove_unused_columns preprocessing_num_workers dataloader_num_workers dataset_num_proc "
              "dataset_prepared_path tokenized_path overwrite_cache ddp_timeout ddp_find_unused_parameters "
              "low_cpu_mem_usage local_rank gradient_checkpointing_kwargs loss_watchdog_threshold "
              "loss_watchdog_patience lora_fan_in_fan_out use_reentrant_gc skip_prepare_dataset torchdistx_path "

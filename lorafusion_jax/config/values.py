@@ -129,7 +129,7 @@ def check_file(text: str) -> str:
         if not _HUB_DATA.fullmatch(text) or ".." in text.split(":")[1]:
             raise ValueError(f"hf:org/set or hf:org/set:split, not {_shown(text)}")
     elif PurePath(text).name in ("", ".."):
-        raise ValueError(f"a file or a folder of rows, not {_shown(text)}")
+        raise ValueError(f"a file, a folder with a name or a glob as ./*.jsonl, not all that is in {_shown(text)}")
     return text
 
 

@@ -166,7 +166,7 @@ def missing_files(config: JobConfig) -> list[LoraFusionError]:
 
 
 def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> AdapterData:
-    if adapter.rollout.is_on:
+    if adapter.rollout.is_on or adapter.rollout.prompts is not None:  # without a reward: `check` says so, once
         return _rollout_data(config, adapter, tokenizer)
 
     def load(source: str) -> TokenizedSet:

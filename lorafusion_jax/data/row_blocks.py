@@ -32,12 +32,22 @@ BATCH_ROWS, ROW_BYTES = 64, 64  # of a Parquet file: rows that are unpacked at o
 MOST_UNPACKED = 1 << 40
 PART = 1 << 20
 GZIP, ZSTD = ".gz", ".zst"
+BEGINNINGS = {GZIP: b"\x1f\x8b", ZSTD: b"\x28\xb5\x2f\xfd"}
 
 
 def packing_of(path: Path) -> str:
     """Returns the suffix of a packed file; empty for another one."""
     suffix = path.suffix.lower()
-    return suffix if suffix in (GZIP, ZSTD) else ""
+    return suffix if suffix in BEGINNINGS else ""
+
+
+def begins_packed(path: Path) -> bool:
+    """Whether a file begins as its suffix of packed files says; true without one, and where it cannot be read."""
+    try:
+        with open_regular(path, DATA) as file:
+            return file.read(4).startswith(BEGINNINGS.get(packing_of(path), b""))
+    except OSError:
+        return True
 
 
 @contextmanager

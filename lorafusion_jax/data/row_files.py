@@ -149,7 +149,8 @@ def bad_json(name: str, line: int, problem: Exception, row: int | None = None) -
 
 def half_problem(name: str, key: str) -> DataError:
     why = f"the key {key} has half a character (a lone surrogate)"
-    return DataError("data.bad-json", f"{name} is not JSON that can be read.", where=name, why=why)
+    fix = "write the file again in UTF-8, with whole characters"
+    return DataError("data.bad-json", f"{name} is not JSON that can be read.", where=name, why=why, fix=fix)
 
 
 def not_a_list(name: str, value: object) -> DataError:
@@ -174,6 +175,7 @@ def check_objects(name: str, values: list, first: int = 0) -> None:
             f"{len(odd)} rows of {name} are not objects.",
             where=Rows(source=name, values=[], first=first).places(odd),
             why=f"row {first + odd[0]} is {type_name(values[odd[0]])}",
+            fix='each row as {"prompt": "…", "completion": "…"}, or take these out',
         )
 
 
@@ -240,7 +242,9 @@ def read_header(name: str, text: str) -> tuple[list[str], str]:
     except csv.Error as problem:
         raise bad_csv(name, str(problem)) from None
     if len(set(header)) != len(header):
-        raise DataError("data.bad-table", f"{name} names a column twice.", where=f"{name}, line 1")
+        twice = next(column for column in header if header.count(column) > 1)
+        why, fix = f"'{twice}' stands there {header.count(twice)} times", "give each column of line 1 a name of its own"
+        raise DataError("data.bad-table", f"{name} names a column twice.", where=f"{name}, line 1", why=why, fix=fix)
     return header, delimiter
 
 
@@ -346,14 +350,16 @@ def bad_parquet(name: str, problem: Exception) -> DataError:
 
     # a name may not be UTF-8
     kind = "an Arrow" if ".arrow" in name.lower() else "a Parquet"
-    message = f"is not {kind} file" if isinstance(problem, pa.ArrowInvalid) else "holds values that cannot be read"
+    is_none = isinstance(problem, pa.ArrowInvalid)
+    message = f"is not {kind} file" if is_none else "holds values that cannot be read"
+    table_fix = "copy or download it again, or give it the suffix of what it holds"
     too_large = "it says that a part of it is larger than the memory" if isinstance(problem, MemoryError) else ""
     return DataError(
         "data.bad-table",
         f"{name} {message}.",
         where=name,
         why=too_large or shortened_text(str(problem).partition("\n")[0], SHOWN_WHY),
-        fix="columns of texts, numbers, lists and structs, each once",
+        fix=table_fix if is_none else "columns of texts, numbers, lists and structs, each once",
     )
 
 

@@ -20,6 +20,7 @@ from lorafusion_jax.data.hub_blocks import read_table, table_blocks
 from lorafusion_jax.data.row_blocks import (
     BLOCK_BYTES,
     LARGE,
+    begins_packed,
     open_unpacked,
     packing_of,
     read_and_hash,
@@ -161,6 +162,10 @@ def _unreadable(source: str, path: Path, problem: Exception) -> DataError:
     why, fix = str(problem).partition("\n")[0], ""
     if (name := _utf_16(path)) is not None:
         why, fix = f"it is text in {name.upper()}", f"iconv -f {name} -t utf-8 {source} > {in_utf8(source)}"
+    elif not begins_packed(path):
+        fix = f"mv {source} {Path(source).with_suffix('')}: it is not packed"
+    elif packing_of(path) and not isinstance(problem, PermissionError):
+        fix = "copy or download it again, or pack it anew: a part of it is missing, damaged or far too large"
     return DataError("data.unreadable", f"{source} cannot be read.", where=str(path), why=why, fix=fix)
 
 

@@ -206,3 +206,13 @@ def test_errors_advise_no_length_beyond_the_positions(lorafusion, own_job, own_b
     assert outcome.errors[0] == "data.too-long"
     assert ("the model has 64 positions" in outcome.err) is (positions == 64)
     assert ("data.max_length: 200" in outcome.err) is (positions == 200)
+
+
+def test_prompts_without_a_reward_are_no_rows_of_answers(lorafusion, tmp_path, tiny_base):
+    """What is missing is said once; the rows are prompts, and need no advantage."""
+    write_rows_to(tmp_path / "prompts.jsonl", [{"prompt": "cat"}, {"prompt": "dog"}])
+    adapter = {"name": "law", "objective": "grpo", "rollout": {"prompts": "prompts.jsonl", "reward": []}}
+    (tmp_path / "jobs.yaml").write_text(yaml.safe_dump({"base": {"model": str(tiny_base)}, "adapters": [adapter]}))
+    outcome = lorafusion("check", tmp_path / "jobs.yaml")
+    assert outcome.code == 2
+    assert re.findall(r"error\[(.*?)\]", outcome.err) == ["config.rollout"]

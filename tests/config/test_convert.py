@@ -109,6 +109,29 @@ def test_every_key_is_carried_over_or_has_a_note():
     assert ("never_heard_of", "no counterpart is known") in unknown.notes
 
 
+def test_what_an_entry_of_a_set_says_beside_its_source_has_a_note():
+    entries = (
+        "[{path: org/set, type: alpaca, name: en}, {path: rows.jsonl, ds_type: json, type: chat_template, "
+        "field_messages: dialog, message_property_mappings: {role: who}, shards: 4}]"
+    )
+    notes = converted(f"base_model: a\ndatasets: {entries}").notes
+    of_entries = [(key.removeprefix("datasets."), note) for key, note in notes if key.startswith("datasets.")]
+    assert [key for key, _ in of_entries] == [
+        *("type", "name", "type", "field_messages", "message_property_mappings", "shards")
+    ]
+    texts = [note for _, note in of_entries]
+    assert "data.chat_template: alpaca" in texts[0]
+    assert "a configuration of a set" in texts[1]
+    assert all("data.columns" in text for text in texts[2:5])
+    assert texts[5] == "no counterpart is known"
+
+
+def test_held_out_sets_of_llama_factory_are_names_as_well():
+    result = converted("model_name_or_path: a\nstage: sft\ndataset: own\neval_dataset: own_test\ncutoff_len: 64")
+    assert result.job["adapters"][0]["data"] == {"train": "own", "eval": "own_test"}
+    assert "dataset_info.json" in dict(result.notes)["eval_dataset"]
+
+
 def test_a_preference_file_keeps_its_objective():
     result = converted(LLAMA_FACTORY)
     assert result.job["objective"] == {"name": "orpo", "beta": 0.2}

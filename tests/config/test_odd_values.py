@@ -200,7 +200,7 @@ def test_options_of_objectives_follow_the_same_rule(name):
     [
         ("lora.rank", "16", "must be a whole number, not '16'.\n  where: jobs.yaml\n  fix: e.g. lora.rank: 16"),
         ("report.tensorboard", "yes", "'report.tensorboard' must be true or false, not 'yes'."),
-        ("data.train", ".", "must be a file or a folder of rows, not '.'"),
+        ("data.train", ".", "must be a file, a folder with a name or a glob as ./*.jsonl, not all that is in '.'"),
         ("data.train", "", "must be a text that is not empty, not ''"),
         ("base.model", "~/llama", f"a path without ~, which only a shell expands: {Path.home()}/llama"),
         ("data.eval", 1, "must be a file, or the share of data.train to hold out, between 0 and 1, not 1"),

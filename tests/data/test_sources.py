@@ -52,17 +52,18 @@ def test_a_packed_file_gives_the_same_rows(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "fix"),
     [
-        pytest.param(b"no gzip", id="no gzip"),
-        pytest.param(gzip.compress(b"x" * 4096)[:-20], id="cut"),
-        pytest.param(gzip.compress(b""), id="empty"),
+        pytest.param(b"no gzip", "mv a.jsonl.gz a.jsonl: it is not packed", id="no gzip"),
+        pytest.param(gzip.compress(b"x" * 4096)[:-20], "copy or download it again", id="cut"),
+        pytest.param(gzip.compress(b""), "at least one row", id="empty"),
     ],
 )
-def test_a_packed_file_that_does_not_unpack_is_named(tmp_path, content):
+def test_a_packed_file_that_does_not_unpack_is_named(tmp_path, content, fix):
     (tmp_path / "a.jsonl.gz").write_bytes(content)
     problem = fails("data.unreadable" if content[-4:] != bytes(4) else "data.empty-file", "a.jsonl.gz", tmp_path)
     assert "a.jsonl.gz" in str(problem)
+    assert fix in problem.fix
 
 
 def test_a_packed_file_may_not_fill_the_memory(tmp_path, monkeypatch):
@@ -164,7 +165,11 @@ def test_csv_with_a_ragged_row(tmp_path):
 
 def test_csv_with_a_column_twice(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,prompt\na,b\n")
-    fails("data.bad-table", "a.csv", tmp_path)
+    problem = fails("data.bad-table", "a.csv", tmp_path)
+    assert (problem.why, problem.fix) == (
+        "'prompt' stands there 2 times",
+        "give each column of line 1 a name of its own",
+    )
 
 
 def test_csv_cells_stay_text(tmp_path):
@@ -177,7 +182,7 @@ def test_csv_cells_stay_text(tmp_path):
 
 def test_parquet_that_is_none(tmp_path):
     (tmp_path / "a.parquet").write_text("no parquet at all")
-    fails("data.bad-table", "a.parquet", tmp_path)
+    assert "download it again" in fails("data.bad-table", "a.parquet", tmp_path).fix
 
 
 def test_a_part_that_no_memory_holds_is_said_to_be_too_large():
