@@ -12,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.checkpoint.base_files import WHOLE_BYTES
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
-from lorafusion_jax.families.model import ModelConfig, is_ignored
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import names_in_file
 from lorafusion_jax.families.table import family_named
+from lorafusion_jax.families.unread import is_ignored
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.readable import RECORD, check_regular, open_regular, read_text
 from lorafusion_jax.weights.checkpoint_formats import FLOATS, INDEX, SINGLE, two_sets

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lorafusion_jax.families.mechanism import Mixer
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.layout.layer import FrozenArray, Linear, Norm, SavedTensor
 
@@ -17,7 +18,7 @@ MODULE = "self_attn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class Attention(Mixer):
     """o_proj(attention(rope(norm(q_proj x)), rope(norm(k_proj x)), v_proj x)).
 
     o[t] = Σ_s softmax_s(cap(scale · q[t]·k[s])) v[s],  t - window < s ≤ t,  ⌊s / chunk⌋ = ⌊t / chunk⌋,
@@ -115,38 +116,37 @@ class Attention:
         if self.norm_widths is None:
             return ()
         names = [*zip(("q_norm", "k_norm"), self.norm_widths, strict=True)][: 1 if self.reads else 2]
-        return tuple(Norm(path=f"{self.module}.{name}", half="attention", width=width) for name, width in names)
+        return self._norms(dict(names))
 
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
-        path = f"{self.module}.sinks"
-        return (FrozenArray(path=path, half="attention", shape=(self.heads,), by_head=True),) if self.sinks else ()
+        return self._arrays({"sinks": (self.heads,)} if self.sinks else {}, by_head=True)
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:
         tensors = [
-            _saved("q", self.queries, "attention"),  # after rotary positions
-            _saved("k", self.keys, "attention"),
-            _saved("v", self.keys, "attention"),
-            _saved("attention", self.queries, "attention"),
-            _saved("attention log-sum-exp", self.heads, "attention", float32=True),
+            self._saved("q", self.queries, "attention"),  # after rotary positions
+            self._saved("k", self.keys, "attention"),
+            self._saved("v", self.keys, "attention"),
+            self._saved("attention", self.queries, "attention"),
+            self._saved("attention log-sum-exp", self.heads, "attention", float32=True),
             # Implementations with NaN isolation restore the isolated rows in another array.
-            _saved("attention, for o_proj", self.queries, unfused=True),
+            self._saved("attention, for o_proj", self.queries, unfused=True),
         ]
         if self.gated:
-            tensors.append(_saved("gate of attention", self.queries, "attention_gate"))
-            tensors.append(_saved("gated attention, for o_proj", self.queries))
+            tensors.append(self._saved("gate of attention", self.queries, "attention_gate"))
+            tensors.append(self._saved("gated attention, for o_proj", self.queries))
         if self.reads:
-            tensors.append(_saved("q before its norm", self.queries, "qk_in"))
-            tensors.append(_saved("scales of its norm", self.heads, float32=True))
+            tensors.append(self._saved("q before its norm", self.queries, "qk_in"))
+            tensors.append(self._saved("scales of its norm", self.heads, float32=True))
             return tuple(tensors)
         if self.qk_norm != "none":
             scales = 2 if self.qk_norm == "full" else self.heads + self.kv_heads
-            tensors.append(_saved("q, k before their norms", self.queries + self.keys, "qk_in"))
-            tensors.append(_saved("scales of their norms", scales, float32=True))
+            tensors.append(self._saved("q, k before their norms", self.queries + self.keys, "qk_in"))
+            tensors.append(self._saved("scales of their norms", scales, float32=True))
         if self.v_norm:
-            tensors += [] if self.k_is_v else [_saved("v before its norm", self.keys, "qk_in")]
-            tensors.append(_saved("scales of the norm of v", self.kv_heads, float32=True))
+            tensors += [] if self.k_is_v else [self._saved("v before its norm", self.keys, "qk_in")]
+            tensors.append(self._saved("scales of the norm of v", self.kv_heads, float32=True))
         return tuple(tensors)
 
     @property
@@ -169,22 +169,3 @@ class Attention:
         if self.window is None or self.window >= sample_tokens:
             return sample_tokens
         return 2 * self.window - self.window**2 / sample_tokens
-
-    def _linear(self, name: str, site: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
-        return Linear(
-            name=name,
-            module=self.module,
-            half="attention",
-            site=site,
-            in_features=inputs,
-            out_features=outputs,
-            bias=bias,
-        )
-
-
-def _saved(
-    name: str, width: int, checkpoint: str | None = None, *, float32: bool = False, unfused: bool = False
-) -> SavedTensor:
-    return SavedTensor(
-        name=name, half="attention", width=width, checkpoint=checkpoint, float32=float32, unfused=unfused
-    )

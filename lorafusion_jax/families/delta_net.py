@@ -7,17 +7,18 @@ D model width · K key heads · H value heads · C key width · V value width
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from lorafusion_jax.families.mechanism import RecurrentMixer
 from lorafusion_jax.families.mlp import Activation
 from lorafusion_jax.layout.layer import LINEAR_ATTENTION, FrozenArray, Linear, Norm, SavedTensor
 
-MODULE = LINEAR_ATTENTION
 IN, OUT = "delta_in", "delta_out"  # sites, and checkpoint names
 CHUNK = 64  # rows that the rule takes together, see `pallas_kernels.delta_rule`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNet:
+class DeltaNet(RecurrentMixer):
     """out_proj(norm(rule(q, k, v, decay, β)) · silu(z)).
 
     (q, k, v) = act(convolution(in_proj x)),  q and k of unit length,  β = sigmoid(b),  decay = -e^A softplus(a + bias)
@@ -46,6 +47,7 @@ class DeltaNet:
     grouped: bool = False
     separate: bool = False
     doubled: bool = False
+    module: ClassVar[str] = LINEAR_ATTENTION
 
     @property
     def queries(self) -> int:
@@ -78,8 +80,8 @@ class DeltaNet:
             widths = (self.keys, self.keys, *[self.queries] * 2, *[self.value_heads] * 2)
             outputs = dict(zip(("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), widths, strict=True))
         return (
-            *(_linear(name, IN, self.width, size) for name, size in outputs.items()),
-            _linear(self.out, OUT, self.queries, self.width),
+            *(self._linear(name, IN, self.width, size) for name, size in outputs.items()),
+            self._linear(self.out, OUT, self.queries, self.width),
         )
 
     @property
@@ -89,7 +91,7 @@ class DeltaNet:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        return (Norm(path=f"{MODULE}.norm", half="attention", width=self.value_dim),)
+        return self._norms({"norm": self.value_dim})
 
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
@@ -99,16 +101,16 @@ class DeltaNet:
             convolutions = {f"conv1d.{part}.weight": size for part, size in parts.items()}
         shapes: dict[str, tuple[int, ...]] = {"A_log": (self.value_heads,), "dt_bias": (self.value_heads,)}
         shapes |= {name: (size, 1, self.kernel) for name, size in convolutions.items()}
-        return tuple(FrozenArray(path=f"{MODULE}.{name}", half="attention", shape=s) for name, s in shapes.items())
+        return self._arrays(shapes)
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:
         return (
-            _saved("q, k, v, z, b, a", self.channels + self.queries + 2 * self.value_heads, IN),
-            _saved("q, k, v of the rule", self.channels),
-            _saved("decay and β", 2 * self.value_heads, float32=True),
-            _saved("output of the rule", self.queries, OUT),
-            _saved("gated output, for out_proj", self.queries),
+            self._saved("q, k, v, z, b, a", self.channels + self.queries + 2 * self.value_heads, IN),
+            self._saved("q, k, v of the rule", self.channels),
+            self._saved("decay and β", 2 * self.value_heads, float32=True),
+            self._saved("output of the rule", self.queries, OUT),
+            self._saved("gated output, for out_proj", self.queries),
         )
 
     @property
@@ -119,19 +121,6 @@ class DeltaNet:
             "last_rows": (self.kernel - 1, self.channels),
         }
 
-    @property
-    def module(self) -> str:
-        return MODULE
-
-    @property
-    def rope(self) -> None:
-        """It knows the order of rows without rotary embeddings."""
-        return
-
-    @property
-    def window(self) -> None:
-        return
-
     def reach(self, sample_tokens: float) -> float:
         """Length of the sample on which attention of as many queries would take as many operations per row.
 
@@ -140,11 +129,3 @@ class DeltaNet:
         """
         del sample_tokens  # each row reads one memory
         return 3 * self.key_dim + CHUNK * (3 * self.key_dim / self.value_dim + 2)
-
-
-def _linear(name: str, site: str, inputs: int, outputs: int) -> Linear:
-    return Linear(name=name, module=MODULE, half="attention", site=site, in_features=inputs, out_features=outputs)
-
-
-def _saved(name: str, width: int, checkpoint: str | None = None, *, float32: bool = False) -> SavedTensor:
-    return SavedTensor(name=name, half="attention", width=width, checkpoint=checkpoint, float32=float32)

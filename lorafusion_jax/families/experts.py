@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lorafusion_jax.families.mechanism import Mechanism
 from lorafusion_jax.families.mlp import Activation, Mlp
-from lorafusion_jax.layout.layer import EXPERTS, FrozenArray, Linear, Norm, SavedTensor
+from lorafusion_jax.layout.layer import EXPERTS, FrozenArray, Linear, SavedTensor
 
 MODULE = "mlp"
 GATE_UP, DOWN = EXPERTS
@@ -60,7 +61,7 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class Experts(Mechanism):
     """Σ_e weight_e · down_e(act(gate_e x, up_e x)) over the k experts of a row, + gate · shared(x).
 
     Args:
@@ -98,13 +99,9 @@ class Experts:
     def linears(self) -> tuple[Linear, ...]:
         return (
             *(() if self.shared is None else self.shared.linears),
-            self._linear(GATE_UP, "experts_in", self.width, self.inner * (2 if self.gated else 1)),
-            self._linear(DOWN, "experts_down", self.inner, self.width),
+            self._of_experts(GATE_UP, "experts_in", self.width, self.inner * (2 if self.gated else 1)),
+            self._of_experts(DOWN, "experts_down", self.inner, self.width),
         )
-
-    @property
-    def norms(self) -> tuple[Norm, ...]:
-        return ()
 
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
@@ -121,17 +118,17 @@ class Experts:
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:
-        router = SavedTensor(name="router", half="mlp", width=self.count, checkpoint="router", float32=True)
+        router = self._saved("router", self.count, "router", float32=True)
         shared = () if self.shared is None else self.shared.saved
-        weighted = self._saved("weighted act(gate) · up of experts", self.inner, input_of=DOWN)
-        output = SavedTensor(name="output of the shared expert", half="mlp", width=self.width, checkpoint="shared_out")
+        weighted = self._copies("weighted act(gate) · up of experts", self.inner, input_of=DOWN)
+        output = self._saved("output of the shared expert", self.width, "shared_out")
         return (
             *shared,
             *([output] if self.shared_gate else []),
             router,
-            self._saved("gate, up of experts", self.inner * (2 if self.gated else 1), "gate_up"),
-            self._saved("rows of experts", self.width, input_of=GATE_UP),
-            *([self._saved("act(gate) · up of experts", self.inner)] if self.limit is None else []),
+            self._copies("gate, up of experts", self.inner * (2 if self.gated else 1), "gate_up"),
+            self._copies("rows of experts", self.width, input_of=GATE_UP),
+            *([self._copies("act(gate) · up of experts", self.inner)] if self.limit is None else []),
             *([] if self.router.weighs_inputs else [weighted]),
         )
 
@@ -151,21 +148,12 @@ class Experts:
         """Whether there is an op for the whole MLP."""
         return False
 
-    def _linear(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
-        return Linear(
-            name=name,
-            module=self.module,
-            half="mlp",
-            site=site,
-            in_features=inputs,
-            out_features=outputs,
-            bias=self.bias,
-            experts=self.count,
-            active=self.active,
-            is_target=self.adapted,
+    def _of_experts(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
+        return self._linear(
+            name, site, inputs, outputs, bias=self.bias, experts=self.count, active=self.active, is_target=self.adapted
         )
 
-    def _saved(self, name: str, width: int, checkpoint: str | None = None, input_of: str | None = None) -> SavedTensor:
+    def _copies(self, name: str, width: int, checkpoint: str | None = None, input_of: str | None = None) -> SavedTensor:
         copies, all_width = (self.count, self.active), self.active * width
         return SavedTensor(
             name=name, half="mlp", width=all_width, checkpoint=checkpoint, input_of=input_of, experts=copies

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lorafusion_jax.families.attention import MODULE
+from lorafusion_jax.families.mechanism import Mixer
 from lorafusion_jax.families.rope import Rope
-from lorafusion_jax.layout.layer import FrozenArray, Linear, Norm, SavedTensor
+from lorafusion_jax.layout.layer import Linear, Norm, SavedTensor
 
 LATENTS = "latents"  # checkpoint name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttention:
+class LatentAttention(Mixer):
     """o_proj(attention(q, k, v)) with q = q_b(norm(q_a x)) and (k, v) = kv_b(norm(kv_a x)).
 
     Each head's q and k have P channels without positions and R with rotary ones; those of k come from kv_a itself and
@@ -44,6 +46,10 @@ class LatentAttention:
     bias: bool = False
     interleaved: bool = True
     eps: float = 1e-6
+    module: ClassVar[str] = MODULE
+    window: ClassVar[None] = None
+    soft_cap: ClassVar[None] = None
+    sinks: ClassVar[bool] = False
 
     @property
     def scale(self) -> float:
@@ -75,56 +81,38 @@ class LatentAttention:
         return self.heads * self.head_dim
 
     @property
-    def window(self) -> None:
-        return
-
-    @property
-    def soft_cap(self) -> None:
-        return
-
-    @property
-    def sinks(self) -> bool:
-        return False
-
-    @property
     def linears(self) -> tuple[Linear, ...]:
         down = self.kv_rank + self.rotary_dim
-        kv_b = _linear("kv_b_proj", "kv_b", self.kv_rank, self.heads * (self.plain_dim + self.value_dim))
+        kv_b = self._linear("kv_b_proj", "kv_b", self.kv_rank, self.heads * (self.plain_dim + self.value_dim))
         scores = self.heads * self.score_dim
         first = ("q_proj", scores, False) if self.q_rank is None else ("q_a_proj", self.q_rank, self.bias)
         name, size, bias = first
         return (
-            _linear(name, "latents", self.width, size, bias=bias),
-            _linear("kv_a_proj_with_mqa", "latents", self.width, down, bias=self.bias),
-            *(() if self.q_rank is None else (_linear("q_b_proj", "q_b", self.q_rank, scores),)),
+            self._linear(name, "latents", self.width, size, bias=bias),
+            self._linear("kv_a_proj_with_mqa", "latents", self.width, down, bias=self.bias),
+            *(() if self.q_rank is None else (self._linear("q_b_proj", "q_b", self.q_rank, scores),)),
             kv_b,
-            _linear("o_proj", "o", self.heads * self.value_dim, self.width, bias=self.bias),
+            self._linear("o_proj", "o", self.heads * self.value_dim, self.width, bias=self.bias),
         )
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         widths = {"q_a_layernorm": self.q_rank, "kv_a_layernorm": self.kv_rank}
-        return tuple(
-            Norm(path=f"{MODULE}.{name}", half="attention", width=width) for name, width in widths.items() if width
-        )
-
-    @property
-    def arrays(self) -> tuple[FrozenArray, ...]:
-        return ()
+        return self._norms({name: width for name, width in widths.items() if width})
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:
         latents = (self.q_rank or 0) + self.kv_rank
         return (
-            _saved("latents", latents, LATENTS),
-            _saved("latents after their norms", latents),
-            _saved("scales of their norms", 2 if self.q_rank else 1, float32=True),
-            _saved("q", self.queries, "attention"),
-            _saved("k", self.keys, "attention"),
-            _saved("v", self.keys, "attention"),
-            _saved("attention", self.queries, "attention"),
-            _saved("attention log-sum-exp", self.heads, "attention", float32=True),
-            _saved("attention, for o_proj", self.heads * self.value_dim),
+            self._saved("latents", latents, LATENTS),
+            self._saved("latents after their norms", latents),
+            self._saved("scales of their norms", 2 if self.q_rank else 1, float32=True),
+            self._saved("q", self.queries, "attention"),
+            self._saved("k", self.keys, "attention"),
+            self._saved("v", self.keys, "attention"),
+            self._saved("attention", self.queries, "attention"),
+            self._saved("attention log-sum-exp", self.heads, "attention", float32=True),
+            self._saved("attention, for o_proj", self.heads * self.value_dim),
         )
 
     @property
@@ -140,13 +128,3 @@ class LatentAttention:
     def reach(self, sample_tokens: float) -> float:
         """As `Attention.reach`."""
         return sample_tokens
-
-
-def _linear(name: str, site: str, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
-    return Linear(
-        name=name, module=MODULE, half="attention", site=site, in_features=inputs, out_features=outputs, bias=bias
-    )
-
-
-def _saved(name: str, width: int, checkpoint: str | None = None, *, float32: bool = False) -> SavedTensor:
-    return SavedTensor(name=name, half="attention", width=width, checkpoint=checkpoint, float32=float32)

@@ -9,24 +9,21 @@ from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mamba import Mamba
+from lorafusion_jax.families.mechanism import Mechanism
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.norm import Norms
 from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.per_layer_input import PerLayerInput
 from lorafusion_jax.families.short_convolution import ShortConvolution
-from lorafusion_jax.layout.layer import FrozenArray, LayerSpec, Linear, Mechanism, Norm, SavedTensor
+from lorafusion_jax.layout.layer import FrozenArray, LayerSpec, Linear, Norm, SavedTensor
 
 SCALAR = "layer_scalar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Absent:
+class Absent(Mechanism):
     """Nothing in place of a layer's mixer or of its MLP: x passes this half as it is."""
 
-    linears: tuple[Linear, ...] = ()
-    norms: tuple[Norm, ...] = ()
-    saved: tuple[SavedTensor, ...] = ()
-    arrays: tuple[FrozenArray, ...] = ()
     module: str = "absent"
     rope: None = None
     window: None = None

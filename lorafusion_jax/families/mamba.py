@@ -6,9 +6,10 @@ D model width · H heads · P head width · G groups of heads · N state width
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
+from lorafusion_jax.families.mechanism import RecurrentMixer
 from lorafusion_jax.families.mlp import Activation
 from lorafusion_jax.layout.layer import MAMBA, FrozenArray, Linear, Norm, SavedTensor
 
@@ -17,7 +18,7 @@ CHUNK = 64  # rows that are taken together, see `pallas_kernels.state_space`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba:
+class Mamba(RecurrentMixer):
     """out_proj(norm((space(x·Δ, B, C, Δ·A) + D·x) · silu(z))),  (z, x, B, C, Δ) from in_proj.
 
     (x, B, C) = act(convolution(x, B, C)),  Δ = softplus(Δ + bias), within limits,  A = -e^A_log
@@ -74,14 +75,13 @@ class Mamba:
     def linears(self) -> tuple[Linear, ...]:
         inputs = self.queries + self.channels + self.heads
         return (
-            self._linear("in_proj", IN, self.width, inputs, self.bias),
-            replace(self._linear("out_proj", OUT, self.queries, self.width, self.out_bias), is_target=self.adapted_out),
+            self._linear("in_proj", IN, self.width, inputs, bias=self.bias),
+            self._linear("out_proj", OUT, self.queries, self.width, bias=self.out_bias, is_target=self.adapted_out),
         )
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        path = f"{self.module}.norm"
-        return () if self.norm == "none" else (Norm(path=path, half="attention", width=self.queries),)
+        return self._norms({} if self.norm == "none" else {"norm": self.queries})
 
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
@@ -90,18 +90,16 @@ class Mamba:
             "conv1d.weight": (self.channels, 1, self.kernel),
         }
         shapes |= {"conv1d.bias": (self.channels,)} if self.conv_bias else {}
-        return tuple(
-            FrozenArray(path=f"{self.module}.{name}", half="attention", shape=shape) for name, shape in shapes.items()
-        )
+        return self._arrays(shapes)
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:
         return (
-            _saved("z, x, B, C, Δ", self.queries + self.channels + self.heads, IN),
-            _saved("x, B, C of the space", self.channels),
-            _saved("Δ and its decay", 2 * self.heads, float32=True),
-            _saved("output of the space", self.queries, OUT),
-            _saved("gated output, for out_proj", self.queries),
+            self._saved("z, x, B, C, Δ", self.queries + self.channels + self.heads, IN),
+            self._saved("x, B, C of the space", self.channels),
+            self._saved("Δ and its decay", 2 * self.heads, float32=True),
+            self._saved("output of the space", self.queries, OUT),
+            self._saved("gated output, for out_proj", self.queries),
         )
 
     @property
@@ -112,26 +110,7 @@ class Mamba:
             "last_rows": (self.kernel - 1, self.channels),
         }
 
-    @property
-    def rope(self) -> None:
-        """It knows the order of rows without rotary embeddings."""
-        return
-
-    @property
-    def window(self) -> None:
-        return
-
     def reach(self, sample_tokens: float) -> float:
         """As `DeltaNet.reach`."""
         del sample_tokens  # each row reads one state
         return 2 * self.state + CHUNK * (self.state / self.head_dim / self.heads * self.groups + 1)
-
-    def _linear(self, name: str, site: str, inputs: int, outputs: int, bias: bool) -> Linear:
-        return Linear(
-            name=name, module=self.module, half="attention", site=site, in_features=inputs, out_features=outputs,
-            bias=bias,
-        )  # fmt: skip
-
-
-def _saved(name: str, width: int, checkpoint: str | None = None, *, float32: bool = False) -> SavedTensor:
-    return SavedTensor(name=name, half="attention", width=width, checkpoint=checkpoint, float32=float32)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lorafusion_jax.layout.layer import FrozenArray, Linear, Norm, SavedTensor
+from lorafusion_jax.families.mechanism import Mechanism
+from lorafusion_jax.layout.layer import FrozenArray, Linear, SavedTensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "relu", "xielu"]
 MODULE = "mlp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp:
+class Mlp(Mechanism):
     """down_proj(activation(gate_proj x) · up_proj x), or down_proj(activation(up_proj x)).
 
     Args:
@@ -43,32 +44,23 @@ class Mlp:
         first = ["gate_up_proj"] if len(first) > 1 and self.fused else first
         size = 2 * self.inner if self.fused else self.inner
         return (
-            *(self._linear(name, "gate_up", self.width, size) for name in first),
-            self._linear(down, "down", self.inner, self.width),
+            *(self._linear(name, "gate_up", self.width, size, bias=self.bias) for name in first),
+            self._linear(down, "down", self.inner, self.width, bias=self.bias),
         )
-
-    @property
-    def norms(self) -> tuple[Norm, ...]:
-        return ()
 
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
         shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()} if self.activation == "xielu" else {}
-        return tuple(
-            FrozenArray(path=f"{self.module}.act_fn.{name}", half="mlp", shape=shape) for name, shape in shapes.items()
-        )
+        return self._arrays({f"act_fn.{name}": shape for name, shape in shapes.items()})
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:
         if not self.gated:
-            return (
-                SavedTensor(name="up", half="mlp", width=self.inner, checkpoint="up"),
-                SavedTensor(name=f"{self.activation}(up)", half="mlp", width=self.inner),
-            )
+            return self._saved("up", self.inner, "up"), self._saved(f"{self.activation}(up)", self.inner)
         return (
-            SavedTensor(name="gate", half="mlp", width=self.inner, checkpoint="gate"),
-            SavedTensor(name="up", half="mlp", width=self.inner, checkpoint="up"),
-            SavedTensor(name=f"{self.activation}(gate) · up", half="mlp", width=self.inner, unfused=True),
+            self._saved("gate", self.inner, "gate"),
+            self._saved("up", self.inner, "up"),
+            self._saved(f"{self.activation}(gate) · up", self.inner, unfused=True),
         )
 
     @property
@@ -86,14 +78,3 @@ class Mlp:
         """Whether there is an op for the whole MLP, on devices that have its kernels."""
         plain = self.gate_factor == 1 and self.out_factor == 1
         return self.activation == "silu" and self.gated and plain and not self.fused
-
-    def _linear(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
-        return Linear(
-            name=name,
-            module=self.module,
-            half="mlp",
-            site=site,
-            in_features=inputs,
-            out_features=outputs,
-            bias=self.bias,
-        )

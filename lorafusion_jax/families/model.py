@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -19,7 +18,6 @@ from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.families.attention import MODULE, Attention, QKNorm
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
-from lorafusion_jax.families.experts_rows import PREDICTORS
 from lorafusion_jax.families.hf_config import one_of_each
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Absent, Layer
@@ -33,14 +31,11 @@ from lorafusion_jax.families.per_layer_input import MIX, MIX_NORM, POSITIONS, TA
 from lorafusion_jax.families.read import translate
 from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.short_convolution import ShortConvolution
-from lorafusion_jax.families.table import family_named, known_models
+from lorafusion_jax.families.table import known_models
 from lorafusion_jax.families.write import config_json
 from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, HALVES, WIDE_MLP, Half, Linear, saved_path
 from lorafusion_jax.readable import SETTINGS, read_text
 from lorafusion_jax.weights.packed import Packed
-
-_LAYER = re.compile(r"model\.layers\.(\d{1,6})\..+")
-_KEYS = re.compile(r"(?:.+\.)?layers\.(\d{1,6})\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..+")
 
 
 @dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
@@ -462,28 +457,6 @@ class ModelConfig:
         if self.chosen is None or self.max_positions <= self.chosen:
             return f"max_position_embeddings is {self.max_positions}"
         return f"queries of longer samples read only what an indexer chooses, and index_topk is {self.chosen}"
-
-
-def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether the decoder ignores this tensor of a checkpoint, such as a table that can be computed."""
-    family = family_named(config.family)
-    layer = _LAYER.fullmatch(name)
-    return (
-        _is_unread_key(name, config)
-        or bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name))
-        or (config.tie_embeddings and name == family.tensor_name("lm_head.weight"))
-        or (layer is not None and int(layer[1]) >= config.num_layers and PREDICTORS[0] in family.known)
-        or any(part in name if part.startswith(".") else name.startswith(part) for part in family.ignored)
-    )
-
-
-def _is_unread_key(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor makes keys or values in a layer that reads those of another; published files have some."""
-    inside = _KEYS.fullmatch(name)
-    if inside is None or int(inside[1]) >= config.num_layers:
-        return False
-    attention = config.layer(int(inside[1])).attention
-    return isinstance(attention, Attention) and attention.reads
 
 
 @lru_cache(maxsize=16)  # of which the layers are described once

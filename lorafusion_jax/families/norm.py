@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lorafusion_jax.layout.layer import HALVES, FrozenArray, Half, Linear, Norm, SavedTensor
+from lorafusion_jax.families.mechanism import Mechanism
+from lorafusion_jax.layout.layer import HALVES, Half, Norm, SavedTensor
 
 Place = Literal["pre", "post", "sandwich", "parallel", "parallel of two", "pre of linear"]
 Kind = Literal["rms", "layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norms:
+class Norms(Mechanism):
     """Norms before attention and MLP, after them, or both.
 
     y = (weight + offset) · x / √(mean(x²) + eps),  or of x - mean(x) in place of x, + bias
@@ -62,17 +63,9 @@ class Norms:
         return self.position.startswith("parallel")
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        return ()
-
-    @property
     def norms(self) -> tuple[Norm, ...]:
         places = [*self.before.items(), *self.after.items()]
         return tuple(Norm(path=name, half=half, width=self.width, bias=self.bias) for half, name in places)
-
-    @property
-    def arrays(self) -> tuple[FrozenArray, ...]:
-        return ()
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:

@@ -24,20 +24,16 @@ class ParallelExperts(Experts):
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        names = (MLP_NORM, INPUT_NORM, OUTPUT_NORM)
-        return tuple(Norm(path=f"{self.module}.{name}", half="mlp", width=self.width) for name in names)
+        return self._norms(dict.fromkeys((MLP_NORM, INPUT_NORM, OUTPUT_NORM), self.width))
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:
         """The inputs of the norms of both outputs, and what the norms and the router compute of x."""
-        outputs = {"output of the MLP beside experts": "mlp_out", "output of experts": "experts_out"}
         return (
             *super(ParallelExperts, self).saved,
-            *(
-                SavedTensor(name=name, half="mlp", width=self.width, checkpoint=checkpoint)
-                for name, checkpoint in outputs.items()
-            ),
-            SavedTensor(name="input of the router", half="mlp", width=self.width, float32=True),
-            *(SavedTensor(name=f"{norm.path} scale", half="mlp", width=1, float32=True) for norm in self.norms),
-            SavedTensor(name="scale of the router's norm", half="mlp", width=1, float32=True),
+            self._saved("output of the MLP beside experts", self.width, "mlp_out"),
+            self._saved("output of experts", self.width, "experts_out"),
+            self._saved("input of the router", self.width, float32=True),
+            *(self._saved(f"{norm.path} scale", 1, float32=True) for norm in self.norms),
+            self._saved("scale of the router's norm", 1, float32=True),
         )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lorafusion_jax.families.mechanism import Mechanism
 from lorafusion_jax.families.mlp import Activation
-from lorafusion_jax.layout.layer import PER_LAYER, PER_LAYER_NAMES, FrozenArray, Linear, Norm, SavedTensor
+from lorafusion_jax.layout.layer import PER_LAYER, PER_LAYER_NAMES, Linear, Norm, SavedTensor
 
 GATE, PROJECTION = PER_LAYER_NAMES
 NORM = "norm"
@@ -21,7 +22,7 @@ POSITIONS = "embed_positions.weight"  # a tensor of the model that is added to t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerLayerInput:
+class PerLayerInput(Mechanism):
     """x + norm(projection(activation(gate x) · input)), after the MLP; input is the layer's.
 
     Args:
@@ -43,22 +44,15 @@ class PerLayerInput:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        return (Norm(path=f"{self.module}.{NORM}", half="mlp", width=self.width),)
-
-    @property
-    def arrays(self) -> tuple[FrozenArray, ...]:
-        return ()
+        return self._norms({NORM: self.width})
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:
         return (
-            SavedTensor(name="x before its input", half="mlp", width=self.width, input_of=GATE),
-            SavedTensor(name="gate of its input", half="mlp", width=self.inner, checkpoint="per_layer_gate"),
-            SavedTensor(name="input of the layer", half="mlp", width=self.inner),
-            SavedTensor(name="gated input", half="mlp", width=self.inner, input_of=PROJECTION),
-            SavedTensor(name="projected input", half="mlp", width=self.width, checkpoint="per_layer_out"),
-            SavedTensor(name="scale of its norm", half="mlp", width=1, float32=True),
+            self._saved("x before its input", self.width, input_of=GATE),
+            self._saved("gate of its input", self.inner, "per_layer_gate"),
+            self._saved("input of the layer", self.inner),
+            self._saved("gated input", self.inner, input_of=PROJECTION),
+            self._saved("projected input", self.width, "per_layer_out"),
+            self._saved("scale of its norm", 1, float32=True),
         )
-
-    def _linear(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
-        return Linear(name=name, module=self.module, half="mlp", site=site, in_features=inputs, out_features=outputs)

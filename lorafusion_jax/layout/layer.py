@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal, Protocol
+from typing import Literal
 
 Half = Literal["attention", "mlp"]
 HALVES: tuple[Half, Half] = ("attention", "mlp")
@@ -230,22 +230,6 @@ class SavedTensor:
     def policy(self) -> RematPolicy:
         """The most economical policy that saves it."""
         return "gemm_inputs" if self.checkpoint else "everything"
-
-
-class Mechanism(Protocol):
-    """What attention, an MLP and the norms tell of themselves."""
-
-    @property
-    def linears(self) -> tuple[Linear, ...]: ...
-
-    @property
-    def norms(self) -> tuple[Norm, ...]: ...
-
-    @property
-    def arrays(self) -> tuple[FrozenArray, ...]: ...
-
-    @property
-    def saved(self) -> tuple[SavedTensor, ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__

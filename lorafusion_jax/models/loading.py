@@ -25,9 +25,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from lorafusion_jax.adapters.init import init_leaves
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.families.model import ModelConfig, is_ignored
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import names_in_file
 from lorafusion_jax.families.table import family_named
+from lorafusion_jax.families.unread import is_ignored
 from lorafusion_jax.models.cached_kernels import read_cached
 from lorafusion_jax.models.checkpoint import Stored, list_tensors, plain_index, read_slice
 from lorafusion_jax.models.decoder import Decoder
