@@ -7,27 +7,34 @@ from typing import Any
 
 import numpy as np
 
+from lorafusion_jax.data.template.chat import ChatTemplate
 from lorafusion_jax.data.template.compiled import TemplateProblem
+from lorafusion_jax.data.template.left_out import left_out_key, left_out_message
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import DataError
 from lorafusion_jax.families.hf_config import shortened
+
+FIXES = "give a text instead of messages", "--raw: without the template"  # no template; one that refuses
+FIXES_OF_REQUESTS = "a text to /v1/completions", "messages that the template writes, or a text to /v1/completions"
 
 type Message = Mapping[str, Any]
 type Prompt = str | Sequence[Message] | Sequence[int]
 
 
 def prompt_tokens(
-    prompt: Prompt, tokenizer: Tokenizer, *, raw: bool = False, system: str | None = None, where: str = "the prompt"
-) -> list[int]:
+    prompt: Prompt, tokenizer: Tokenizer, *, raw: bool = False, system: str | None = None, where: str = "the prompt",
+    by_request: bool = False,
+) -> list[int]:  # fmt: skip
     """Encodes a prompt.
 
     Args:
         prompt: a text, messages, or tokens. A text is a user's message, if the model has a chat template.
         raw: encode a text as it is.
         system: a system message before the prompt.
+        by_request: the prompt is from a request, whose messages have no key that the template does not write.
 
     Raises:
-        DataError: `generate.prompt`, `generate.no-template`, `generate.template`.
+        DataError: `generate.prompt`, `generate.no-template`, `generate.template`, `generate.left-out`.
     """
     if not isinstance(prompt, str):
         _check_items(prompt, where)
@@ -35,6 +42,7 @@ def prompt_tokens(
         if not any(isinstance(item, Mapping) for item in prompt):
             return [int(token) for token in prompt]  # type: ignore[arg-type]
     template = tokenizer.chat_template
+    text_fix, raw_fix = FIXES_OF_REQUESTS if by_request else FIXES
     if isinstance(prompt, str) and (raw or template is None):
         if system is not None:
             message = f"{where} has a system message, and a text without a chat template has none."
@@ -42,18 +50,32 @@ def prompt_tokens(
         return _with_begin(tokenizer.encode(prompt), tokenizer) if prompt else []
     if template is None:
         message = f"{where} has messages, but the model has no chat template."
-        raise DataError("generate.no-template", message, fix="give a text instead of messages")
+        raise DataError("generate.no-template", message, fix=text_fix)
     turns: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages: list[dict[str, Any]] = [dict(message) for message in turns]
     has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
     messages = messages if system is None or has_system else [{"role": "system", "content": system}, *messages]
     if not prompt:
         return []
+    messages = list(template.with_arguments(messages))
     try:
-        return tokenizer.encode(template.render(template.with_arguments(messages), add_generation_prompt=True))
+        text = template.render(messages, add_generation_prompt=True)
+        left_out = _left_out(template, messages, text, keys=by_request)
     except TemplateProblem as problem:
         message = f"the chat template cannot render {where}."
-        raise DataError("generate.template", message, why=str(problem), fix="--raw: without the template") from None
+        raise DataError("generate.template", message, why=str(problem), fix=raw_fix) from None
+    if left_out is not None:
+        message = f"the chat template of the model leaves out {left_out} of {where}."
+        raise DataError("generate.left-out", message, why="the model would not see it", fix=raw_fix)
+    return tokenizer.encode(text)
+
+
+def _left_out(template: ChatTemplate, messages: list[dict[str, Any]], text: str, *, keys: bool) -> str | None:
+    if (number := left_out_message(template, messages, text)) is not None:
+        return f"message {number}, which has the role {shortened(messages[number].get('role'))},"
+    if keys and (found := left_out_key(template, messages, text)) is not None:
+        return f"{found[1]} of message {found[0]}"
+    return None
 
 
 def _check_items(prompt: Sequence[object], where: str) -> None:

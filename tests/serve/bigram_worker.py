@@ -10,7 +10,7 @@ import hashlib
 import json
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lorafusion_jax.data.tokenizer import load_tokenizer
-from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.generation.answer_text import AnswerTexts
-from lorafusion_jax.generation.requests import Answer
+from lorafusion_jax.generation.requests import Answer, Request, check_requests
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.serve.refusals import describe
 from lorafusion_jax.serve.tinker.datums import Batch, DatumError, Sparse, read_batch, write_outputs
@@ -50,6 +50,9 @@ class Bigrams:
         for at, datum in enumerate(batch.datums):
             inputs = {name: value for name, value in datum.inputs.items() if not isinstance(value, Sparse)}
             targets = inputs["target_tokens"]
+            for name, ids in (("tokens", datum.tokens), ("target_tokens", targets)):
+                if ((ids < 0) | (ids >= WORDS)).any():
+                    raise DatumError(f"datum {at}: {name} are 0 to {WORDS - 1}")
             if len(targets) != len(datum.tokens):
                 raise DatumError(f"datum {at}: {len(targets)} targets of {len(datum.tokens)} tokens")
             if not np.isfinite(inputs.get("weights", np.zeros(1))).all():
@@ -229,12 +232,13 @@ class BigramProcess:
         told = {"future": command["future"]}
         try:
             request = read_sample(command["values"], 64)
+            _check(request.pairs, WORDS)
             model = Bigrams() if command["folder"] is None else Bigrams.read(Path(command["folder"]))
             answers = [_most_probable(model, request.prompt, sampling) for sampling in request.samplings]
             result = write_samples(request, answers)
             Path(command["result"]).write_bytes(result)
             told |= {"sha256": hashlib.sha256(result).hexdigest(), "bytes": len(result)}
-        except (DatumError, ConfigError) as problem:
+        except (DatumError, LoraFusionError) as problem:
             told |= {"error": str(problem), "category": "user"}
         self.link.emit("sampled", **told)
 
@@ -243,8 +247,7 @@ class BigramProcess:
         tokenizer = load_tokenizer(self.base)
         try:
             request = read_completion(command["values"], tokenizer, 64)
-            if not all(prompt for prompt, _ in request.pairs):
-                raise ConfigError("generate.empty-prompt", "the prompt has no token.")  # as the engine does
+            _check(request.pairs, tokenizer.vocab_size)
         except LoraFusionError as problem:
             yield {"error": describe(problem)}
             return
@@ -275,6 +278,12 @@ class BigramProcess:
         entry = self.models.pop(name)
         path = self._save(entry) if entry["seq"] else entry["path"]
         self.link.emit("stopped", job=name, epoch=entry["epoch"], step=entry["seq"], path=path)
+
+
+def _check(pairs: Sequence[tuple[list[int], Sampling]], words: int) -> None:
+    """Refuses prompts and settings as the engine does."""
+    requests = [Request(tokens=prompt, sampling=sampling) for prompt, sampling in pairs]
+    check_requests(requests, SimpleNamespace(vocab_size=words, positions=1 << 20, ropes=()))
 
 
 def _most_probable(model: Bigrams, prompt: list[int], sampling: Sampling) -> SimpleNamespace:

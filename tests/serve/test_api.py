@@ -132,6 +132,22 @@ def test_every_problem_is_named_at_once(running, job):
     assert all(entry["what"] and entry["fix"] for entry in problem.problems)
 
 
+@pytest.mark.parametrize(
+    ("changed", "where", "what"),
+    [
+        ({"lora": {"targets": 5}}, "lora.targets", "a valid string, or: Input should be a valid list"),
+        ({"lora": {"exclude": ["a", 5]}}, "lora.exclude.1", "a valid string."),
+        ({"optim": {"lr_ratio": -1}}, "optim.lr_ratio", "greater than 0."),
+        ({"optim": {"lr_ratio": {"lora_b": "much"}}}, "optim.lr_ratio.lora_b", "a number, not 'much'."),
+        ({"optim": {"lr_ratio": []}}, "optim.lr_ratio", "a valid number, or: Input should be a valid dictionary"),
+    ],
+)
+def test_a_value_of_several_kinds_has_one_problem_at_its_place(running, job, changed, where, what):
+    (problem,) = refused(lambda: running.client("ana").submit(job | changed)).problems
+    assert problem["where"] == where
+    assert what in problem["what"]
+
+
 def test_what_needs_a_run_is_refused_by_its_name(running, job):
     """Tokens: places do not have them, and the job is not accepted first."""
     lora = {"rank": 4, "trainable_tokens": [1]}

@@ -14,7 +14,7 @@ from campaigns.service_process import wait_for
 from pydantic import ValidationError
 from training_service import TrainingService
 
-from lorafusion_jax.serve.api.completion_bodies import CompletionBody
+from lorafusion_jax.serve.api.completion_bodies import ChatBody
 from lorafusion_jax.serve.store import tables as t
 
 LONG = "the law, the law, the law"
@@ -140,12 +140,16 @@ def test_chats_go_through_the_template_and_stream_deltas(service):
         ("/completions", text("a", guided_json={}), "guided_json"),
         ("/completions", text("a", temperature=-1), "temperature"),
         ("/chat/completions", chat("a", tools=[{"type": "function"}]), "tools"),
-        ("/chat/completions", chat("a", response_format={"type": "json_object"}), "response_format"),
+        ("/chat/completions", chat("a", response_format={"type": "json_object"}), "response_format: texts are not"),
+        ("/chat/completions", chat("a", moderation={"model": "m"}), "moderation"),
         ("/chat/completions", chat("a", max_completion_tokens=7), "max_completion_tokens"),
         ("/chat/completions", chat("a", web_search_options={}), "web_search_options"),  # its defaults search
         ("/chat/completions", chat("a", prediction={}), "prediction"),
         ("/chat/completions", chat("a", stop=["b"] * 17), "stop: a text, or a list of at most 16"),
         ("/chat/completions", chat("a", stop=["b", ""]), "stop: texts of 1 to"),
+        ("/chat/completions", chat([{"type": "text"}]), "messages.0.content: a part of the type text has the key text"),
+        ("/chat/completions", chat([{"type": "text", "text": "a", "lang": "en"}]), "a part of text has no key lang"),
+        ("/chat/completions", chat(5), "messages.0.content: a text of at most"),
         ("/chat/completions", chat(None), "a message of the role user needs a content"),
         ("/chat/completions", chat([]), "a message of the role user needs a content"),
         ("/chat/completions", chat("a", top_logprobs=2), "top_logprobs needs logprobs"),
@@ -204,8 +208,92 @@ def test_without_a_worker_it_says_so(start_service, tmp_path, tiny_base):
         assert problem.headers["Retry-After"]
 
 
-@pytest.mark.parametrize("prompt", [[True, 5], [[5, "6"]], [5.0]])
-def test_prompts_of_other_values_than_token_ids_are_refused(prompt):
-    assert CompletionBody(model="a", prompt=[[5], [6, 7]]).prompt == [[5], [6, 7]]
-    with pytest.raises(ValidationError, match="valid integer"):
-        CompletionBody(model="a", prompt=prompt)
+WRONG_PROMPTS = [[True, 5], [[5, "6"]], [5.0], [], [[]], ["a", [1]], [1, "a"], [7, -1], {"text": "a"}, 5.5, None]
+WRONG_PROMPTS += [["a"] * 129, [[1]] * 129]
+
+
+@pytest.mark.parametrize("prompt", WRONG_PROMPTS, ids=lambda prompt: str(prompt)[:20])
+def test_wrong_prompts_are_told_what_prompts_are(service, prompt):
+    status, content = ask(service, "/completions", text(prompt))
+    problems = json.loads(content)["problems"]
+    assert (status, len(problems), problems[0]["where"]) == (422, 1, "prompt")
+    assert "a list of token ids (from 0), or 1 to 128 of either" in problems[0]["what"]
+
+
+@pytest.mark.parametrize("prompt", ["one two", [5, 6], ["one", "two"], [[5], [6, 7]], ["one two"] * 128])
+def test_prompts_are_one_or_many_texts_or_token_ids(service, prompt):
+    many = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    assert len(answer_to(service, "/completions", text(prompt, max_tokens=2))["choices"]) == (
+        len(prompt) if many else 1
+    )
+
+
+@pytest.mark.parametrize("more", [{"prompt": [5, 1 << 40]}, {"logit_bias": {str(1 << 40): 1}}])
+def test_tokens_that_the_model_does_not_have_are_refused(service, more):
+    status, content = ask(service, "/completions", text("one") | more)
+    assert (status, json.loads(content)["error"]["code"]) == (422, "generate.token")
+    assert answer_to(service, "/completions", text("one"))["choices"]  # the worker goes on
+
+
+def test_a_developer_is_heard_where_the_template_knows_a_system_only(service):
+    said = [
+        [{"role": role, "content": "be brief"}, {"role": "user", "content": "hello"}]
+        for role in ("system", "developer")
+    ]
+    system, developer = (answer_to(service, "/chat/completions", chat("") | {"messages": turns}) for turns in said)
+    assert developer["choices"][0]["message"] == system["choices"][0]["message"]
+    assert developer["usage"] == system["usage"]
+
+
+def test_a_role_that_the_template_refuses_has_a_fix_for_a_client(service):
+    body = chat("") | {"messages": [{"role": "critic", "content": "no"}]}
+    status, content = ask(service, "/chat/completions", body)
+    error = json.loads(content)["error"]
+    assert (status, error["code"]) == (422, "generate.template")
+    assert "/v1/completions" in error["message"]
+    assert "--" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ({"name": "eve"}, "name of message 0"),  # documented, and nothing that this template writes
+        ({"thinking": "so"}, "thinking of message 0"),
+        ({"mood": "good"}, "there is no key messages.0.mood"),
+        ({"audio": {"id": "a"}}, "messages.0.audio"),
+        ({"tool_calls": [{"function": {"name": "f"}}]}, "tool_calls belong to messages of the role assistant"),
+        ({"tool_call_id": "c"}, "tool_call_id belong to messages of the role tool"),
+        ({"refusal": "no"}, "a content or a refusal"),
+    ],
+)
+def test_keys_of_messages_are_written_or_refused(service, more, where):
+    body = chat("") | {"messages": [{"role": "user", "content": "hello"} | more]}
+    status, content = ask(service, "/chat/completions", body)
+    assert (status, where in json.loads(content)["error"]["message"]) == (422, True), content
+
+
+def test_an_answer_can_be_sent_back_as_it_came(service):
+    answer = answer_to(service, "/chat/completions", chat("hello"))["choices"][0]["message"]
+    turns = [{"role": "user", "content": "hello"}, answer | {"annotations": [], "tool_calls": None}]
+    turns += [{"role": "assistant", "content": None, "refusal": "not that"}, {"role": "user", "content": "again"}]
+    assert answer_to(service, "/chat/completions", chat("") | {"messages": turns})["choices"]
+
+
+def call(name: str, number: str) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+
+def test_results_are_given_in_the_order_of_their_calls():
+    called = {"role": "assistant", "tool_calls": [call("rain", "c1"), call("wind", "c2")]}
+    results = [{"role": "tool", "tool_call_id": number, "content": number} for number in ("c2", "c1")]
+    turns = ChatBody(model="a", messages=[called, *results, {"role": "user", "content": "so"}]).values()["messages"]
+    assert [turn.get("content") for turn in turns] == [None, "c1", "c2", "so"]
+    for wrong in ({"tool_call_id": "c3"}, {"tool_call_id": "c1", "name": "wind"}, {"name": "sun"}):
+        with pytest.raises(ValidationError, match=r"messages.1.(tool_call_id|name): the assistant's message before"):
+            ChatBody(model="a", messages=[called, {"role": "tool", "content": "5"} | wrong])
+    old = {"role": "assistant", "function_call": {"name": "rain", "arguments": "{}"}}
+    turns = ChatBody(model="a", messages=[old, {"role": "function", "name": "rain", "content": "5"}]).values()[
+        "messages"
+    ]
+    assert [turn["role"] for turn in turns] == ["assistant", "tool"]
+    assert turns[0]["tool_calls"][0]["function"]["name"] == "rain"

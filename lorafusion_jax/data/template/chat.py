@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from lorafusion_jax.errors import CheckpointError
 ASKED, ANSWERED = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
 CALL = {"type": "function", "id": "a", "function": {"name": "a", "arguments": {}}}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+DEVELOPER = re.compile("""['"]developer['"]""")  # a template that knows this role
 MOST_SHAPES = 4096  # of conversations whose texts are kept
 RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -191,6 +193,7 @@ class ChatTemplate:
         Args:
             key: what `use` returns a `Rendered` of, besides the conversation (None: it returns something else).
         """
+        messages = self._in_its_roles(messages)
         if key is not None and tools is None and not variables and (shape := shape_of(messages)) is not None:
             pattern = self._pattern(shape, use, key)
             if pattern is not None and (rendered := pattern.fill(shape)) is not None:
@@ -208,6 +211,12 @@ class ChatTemplate:
                     break
         assert last is not None
         raise last
+
+    def _in_its_roles(self, messages: Sequence[dict]) -> Sequence[dict]:
+        """Returns messages with `system` for `developer`, its newer name, where the template does not know that."""
+        if DEVELOPER.search(self.source) or all(message.get("role") != "developer" for message in messages):
+            return messages
+        return [message | {"role": "system"} if message.get("role") == "developer" else message for message in messages]
 
     def _pattern(self, shape: Shape, use: Callable[[Conversation], Any], key: tuple[Any, ...]) -> Pattern | None:
         """Returns the text of all conversations of a shape; None if it depends on more of their contents."""

@@ -6,44 +6,35 @@ import secrets
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    StrictInt,
+    PrivateAttr,
     WithJsonSchema,
     model_validator,
 )
 
 from lorafusion_jax.generation.sampling import MOST_SEED, Sampling
+from lorafusion_jax.serve.api.chat_messages import (
+    LONGEST_TEXT,
+    ChatMessage,
+    Label,
+    NotServed,
+    NotServedTable,
+    conversation,
+)
 
 MOST_ANSWERS, MOST_PROMPTS = 128, 128
-MOST_STOPS, LONGEST_STOP = 16, 1 << 20
+MOST_STOPS, LONGEST_STOP = 16, LONGEST_TEXT
 _STOP = {"type": "string", "minLength": 1, "maxLength": LONGEST_STOP}
 STOPS = {"anyOf": [_STOP, {"type": "array", "maxItems": MOST_STOPS, "items": _STOP}, {"type": "null"}]}
+_TEXT = {"type": "string", "maxLength": LONGEST_TEXT}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_MANY = {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS}
+PROMPTS = {"anyOf": [_TEXT, _IDS, _MANY | {"items": _TEXT}, _MANY | {"items": _IDS}]}
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Text = Annotated[str, Field(max_length=1 << 20)]
-Label = Annotated[str, Field(max_length=1000)]
-
-
-def _is_off(value: Any) -> Any:
-    if value not in (None, 0, "", [], {}, "none", "auto"):
-        raise ValueError("this service does not serve it; leave it out")
-    return value
-
-
-NotServed = Annotated[Any, AfterValidator(_is_off)]
-
-
-def _is_absent(value: Any) -> Any:
-    if value is not None:
-        raise ValueError("this service does not serve it; leave it out")
-    return value
-
-
-NotServedTable = Annotated[Any, AfterValidator(_is_absent)]  # an empty one asks for its defaults
 
 
 def _stops(value: Any) -> Any:
@@ -58,6 +49,26 @@ def _stops(value: Any) -> Any:
 
 
 Stops = Annotated[Any, BeforeValidator(_stops), WithJsonSchema(STOPS)]
+
+
+def _prompts(value: Any) -> Any:
+    """Returns a list of prompts: of texts, or of lists of token ids."""
+    values = value if isinstance(value, list) else [value]
+    is_tokens = bool(values) and all(map(_is_token, values))
+    prompts = [values] if is_tokens else values
+    for_text = [isinstance(prompt, str) and len(prompt) <= LONGEST_TEXT for prompt in prompts]
+    for_ids = [isinstance(prompt, list) and bool(prompt) and all(map(_is_token, prompt)) for prompt in prompts]
+    if not 0 < len(prompts) <= MOST_PROMPTS or not (all(for_text) or all(for_ids)):
+        many = f"1 to {MOST_PROMPTS} of either in a list"
+        raise ValueError(f"a text of at most {LONGEST_TEXT} characters, a list of token ids (from 0), or {many}")
+    return prompts
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+Prompts = Annotated[Any, BeforeValidator(_prompts), WithJsonSchema(PROMPTS)]
 
 
 class StreamOptions(BaseModel):
@@ -92,6 +103,7 @@ class Body(BaseModel):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Label | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     presence_penalty: NotServed = None
     frequency_penalty: NotServed = None
 
@@ -127,12 +139,7 @@ class Body(BaseModel):
 class CompletionBody(Body):
     """A text that goes on."""
 
-    prompt: (
-        Text
-        | Annotated[list[StrictInt], Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[Annotated[list[StrictInt], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
-    )
+    prompt: Prompts
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
@@ -147,38 +154,17 @@ class CompletionBody(Body):
 
     def values(self) -> dict[str, Any]:
         """What the worker reads."""
-        many = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         sampling = self.sampling(16 if self.max_tokens is None else self.max_tokens, self.logprobs or 0)
-        prompts, wants_logprobs = self.prompt if many else [self.prompt], self.logprobs is not None
-        return {"messages": None, "prompts": prompts, "sampling": sampling, "scored": wants_logprobs}
+        return {"messages": None, "prompts": self.prompt, "sampling": sampling, "scored": self.logprobs is not None}
 
 
-class ChatMessage(BaseModel):
-    """A message. What the chat template of the model does not know, it refuses or leaves out."""
-
-    model_config = ConfigDict(extra="allow")
-    role: Label
-    content: Text | list[dict[str, Any]] | None = None
-
-    @model_validator(mode="after")
-    def _join_texts(self) -> Any:
-        if self.content in (None, []) and self.role != "assistant":  # which may have called a tool
-            raise ValueError(f"a message of the role {self.role[:100]} needs a content")
-        if isinstance(self.content, list):
-            kinds = [part.get("type") for part in self.content]
-            if foreign_kinds := [kind for kind in kinds if kind != "text"]:
-                raise ValueError(f"content: there are parts of text only, not of {str(foreign_kinds[0])[:100]}")
-            if not all(isinstance(part.get("text"), str) for part in self.content):
-                raise ValueError("content: a part of text has a text")
-            self.content = "".join(part["text"] for part in self.content)
-        return self
+def _form(value: Any) -> Any:
+    if value not in (None, {"type": "text"}):
+        raise ValueError('texts are not forced into a form: {"type": "text"}, or leave it out')
+    return value
 
 
-class ResponseFormat(BaseModel):
-    """Texts are not forced into a form."""
-
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
+ResponseFormat = Annotated[Any, BeforeValidator(_form), WithJsonSchema({"type": "object"})]
 
 
 class ChatBody(Body):
@@ -189,7 +175,7 @@ class ChatBody(Body):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormat = None
     tools: NotServed = None
     tool_choice: NotServed = None
     functions: NotServed = None
@@ -203,6 +189,8 @@ class ChatBody(Body):
     web_search_options: NotServedTable = None
     service_tier: Literal["auto", "default"] | None = None
     store: NotServed = None
+    moderation: NotServedTable = None
+    _turns: list[dict[str, Any]] = PrivateAttr()
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Any:
@@ -210,10 +198,10 @@ class ChatBody(Body):
             raise ValueError("max_tokens and max_completion_tokens say one thing: give one, or equal ones")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
+        self._turns = conversation(self.messages)
         return self
 
     def values(self) -> dict[str, Any]:
         """What the worker reads."""
         sampling = self.sampling(self.max_completion_tokens or self.max_tokens, self.top_logprobs or 0)
-        messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        return {"messages": messages, "prompts": [], "sampling": sampling, "scored": bool(self.logprobs)}
+        return {"messages": self._turns, "prompts": [], "sampling": sampling, "scored": bool(self.logprobs)}

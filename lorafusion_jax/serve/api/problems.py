@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_jax.serve.control.spec import NOT_SERVED, RUN
+from lorafusion_jax.serve.api.value_problems import value_problems
 from lorafusion_jax.serve.refusals import KEYS, completed
 from lorafusion_jax.serve.states import StateError
 from lorafusion_jax.serve.store.database import StoreError
@@ -126,7 +126,7 @@ def answer_problem(request: Request, problem: ApiError | LoraFusionError | Reque
     if isinstance(problem, ApiError):
         return _answer(request, problem.status, problem.error, problem.headers)
     if isinstance(problem, RequestValidationError):
-        return problems_answer([_of_pydantic(dict(detail)) for detail in problem.errors()[:MOST_PROBLEMS]])
+        return problems_answer(value_problems(problem.errors()[:MOST_PROBLEMS], problem.body))
     if not isinstance(problem, StoreError):
         return problems_answer([_describe(error) for error in getattr(problem, "errors", [problem])])
     full = problem.code == "store.no-space"
@@ -155,20 +155,3 @@ def _methods(routes: Sequence[BaseRoute], request: Request) -> str:
 
 def _describe(problem: LoraFusionError) -> dict[str, str]:
     return {key: str(getattr(problem, key, "")) for key in KEYS}
-
-
-def _of_pydantic(detail: dict[str, Any]) -> dict[str, str]:
-    where = ".".join(str(part) for part in detail["loc"] if part not in ("body", "query", "path"))
-    kind = detail["type"]
-    if kind == "extra_forbidden" and where in NOT_SERVED:
-        sentence = f"a service does not take {where}."
-        return {"code": "job.not-served", "what": sentence, "where": where, "why": NOT_SERVED[where], "fix": RUN}
-    code = {"missing": "api.missing", "extra_forbidden": "api.unknown-key", "json_invalid": "api.json"}.get(
-        kind, "api.value"
-    )
-    message = detail["msg"].removeprefix("Value error, ")
-    sentence = {"missing": f"{where} is missing.", "extra_forbidden": f"there is no key {where}."}.get(
-        kind, f"{where}: {message}." if where else f"{message}."
-    )
-    fix = {"missing": "add it", "extra_forbidden": "leave it out"}.get(kind, "see /openapi.json")
-    return {"code": code, "what": sentence[:500], "where": where[:200], "fix": fix}

@@ -92,7 +92,7 @@ def read_completion(values: Mapping[str, Any], tokenizer: Tokenizer, most_tokens
     """
     tokenizer.require()
     if values["messages"] is not None:
-        prompts = [prompt_tokens(values["messages"], tokenizer, where="messages")]
+        prompts = [prompt_tokens(values["messages"], tokenizer, where="messages", by_request=True)]
     else:
         prompts = [prompt_tokens(prompt, tokenizer, raw=True, where="prompt") for prompt in values["prompts"]]
     texts, pairs = AnswerTexts(tokenizer), []
