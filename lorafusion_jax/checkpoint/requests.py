@@ -12,7 +12,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,6 +27,9 @@ FOLDER, REFUSED = "control", "refused"
 PART_NAME = re.compile(rf"\.\d+-(\d{{1,9}})\.json{re.escape(PART)}")  # of a request that is being written
 MOST_MORE = 2**31 - 1  # epochs or steps of one request
 Action = Literal["cancel", "pause", "continue", "finish", "weight", "extend", "add"]
+STATUS_AFTER: Mapping[Action, str] = {
+    "cancel": "cancelled", "pause": "paused", "continue": "running", "extend": "running", "add": "running",
+}  # fmt: skip
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
@@ -166,3 +170,33 @@ def request_files(folder: Path) -> list[Path]:
     except OSError:  # there is no such folder, or it is none
         return []
     return [folder / FOLDER / name for name in sorted(names) if name.endswith(".json") and not name.startswith(".")]
+
+
+def pending_requests(folder: Path) -> list[Request]:
+    """Returns the pending requests, oldest first, without what is none: the run reports that."""
+    requests = []
+    for file in request_files(folder):
+        with suppress(Exception):  # whatever is in that folder
+            requests.append(Request.read(file))
+    return requests
+
+
+def status_after_requests(folder: Path, status: Mapping[str, str]) -> dict[str, str]:
+    """Returns the status of each adapter once the pending requests are executed. The run refuses those that are wrong.
+
+    Args:
+        status: of each adapter of the run.
+    """
+    after = dict(status)
+    for request in pending_requests(folder):
+        for name in request.adapters:
+            if request.action == "add":
+                after.setdefault(name, "running")
+            elif name in after and not has_ended(request.action, after[name]):
+                after[name] = STATUS_AFTER.get(request.action, after[name])
+    return after
+
+
+def has_ended(action: Action, status: str) -> bool:
+    """Whether an adapter of this status has nothing left for this action."""
+    return status in ("failed", "cancelled") or (status == "done" and action != "extend")

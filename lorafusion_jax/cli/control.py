@@ -102,15 +102,17 @@ def add_adapter(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> Non
     Example: lorafusion add runs/exp1 more.yaml optim.lr=1e-4
     """
     from lorafusion_jax.checkpoint.folder import RunFolder
-    from lorafusion_jax.checkpoint.requests import write_addition
+    from lorafusion_jax.checkpoint.requests import pending_requests, write_addition
     from lorafusion_jax.config.job_checks import ineffective
-    from lorafusion_jax.config.join import read_joining
+    from lorafusion_jax.config.join import check_names, read_joining
     from lorafusion_jax.planning.checks import checked_data
     from lorafusion_jax.report.data_notes import data_notes
 
     folder = RunFolder(run)
     config = folder.read_config()
     adapters = read_joining(jobs, config, overrides or ())
+    waiting = [settings for request in pending_requests(run) for settings in request.settings]
+    check_names(adapters, config.model_copy(update={"adapters": (*config.adapters, *waiting)}))
     joint_config = config.model_copy(update={"adapters": adapters})
     _, prepared = checked_data(joint_config, [])
     warn(out(), ineffective(joint_config) + data_notes(joint_config, prepared))
@@ -121,25 +123,27 @@ def add_adapter(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> Non
 def _send_request(run: Path, action: Action, adapter: str, value: float | None = None, **options: int) -> None:
     from lorafusion_jax.api.status import run_numbers
     from lorafusion_jax.checkpoint.folder import RunFolder
-    from lorafusion_jax.checkpoint.requests import write_request
+    from lorafusion_jax.checkpoint.requests import has_ended, status_after_requests, write_request
 
     config = RunFolder(run).read_config()
     numbers = run_numbers(run)
-    if adapter not in numbers["adapters"]:
+    status_by_name = status_after_requests(run, {name: row["status"] for name, row in numbers["adapters"].items()})
+    if adapter not in status_by_name:
         raise ConfigError(
             "control.unknown-adapter",
             f"there is no adapter '{adapter}' in {run}.",
-            fix=f"one of: {', '.join(numbers['adapters'])}",
+            fix=f"one of: {', '.join(status_by_name)}",
         )
-    status = numbers["adapters"][adapter]["status"]
-    if status in ("failed", "cancelled") or (status == "done" and action != "extend"):
+    status = status_by_name[adapter]
+    waits = status != numbers["adapters"].get(adapter, {}).get("status")
+    if has_ended(action, status):
         raise ConfigError(
             "control.ended",
-            f"{adapter} is {status}: it has nothing left to train.",
+            f"{adapter} is {status}{' by a request that waits' if waits else ''}: it has nothing left to train.",
             fix=f"lorafusion extend {run} {adapter} --epochs 1   trains it further" if status == "done" else "",
         )
     write_request(run, action, adapter, value, **options)
-    if action == "extend":
+    if action == "extend" and adapter in numbers["adapters"]:
         say(out(), _rates_of_extension(config.adapter(adapter).optim))
     _say_asked(run, " ".join([action, adapter, *(f"--{key} {number}" for key, number in options.items())]), numbers)
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.requests import Action
+from lorafusion_jax.checkpoint.requests import Action, has_ended
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.planning.turns import turns
@@ -99,7 +99,7 @@ def check_request(action: Action, name: str, adapters: Mapping[str, str]) -> Non
         raise ConfigError(
             "control.not-paused", f"{name} is {status}, not paused.", fix="only a paused adapter can continue"
         )
-    if status in ("failed", "cancelled") or (status == "done" and action != "extend"):
+    if has_ended(action, status):
         raise ConfigError("control.ended", f"{name} is {status}: it has nothing left to train.")
     if action in ("pause", "finish", "extend") and status == "paused":
         raise ConfigError("control.paused", f"{name} is paused.", fix="continue it first, or cancel it")
