@@ -73,8 +73,8 @@ def prompt_tokens(
 def _left_out(template: ChatTemplate, messages: list[dict[str, Any]], text: str, *, keys: bool) -> str | None:
     if (number := left_out_message(template, messages, text)) is not None:
         return f"message {number}, which has the role {shortened(messages[number].get('role'))},"
-    if keys and (found := left_out_key(template, messages, text)) is not None:
-        return f"{found[1]} of message {found[0]}"
+    if keys and (turn_and_key := left_out_key(template, messages, text)) is not None:
+        return f"{turn_and_key[1]} of message {turn_and_key[0]}"
     return None
 
 
