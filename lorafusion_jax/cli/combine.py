@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,13 +35,16 @@ def command(
         raise ConfigError(
             "combine.adapters", "an adapter is named twice.", fix="each once, with the sum of its weights"
         )
+    from lorafusion_jax.checkpoint.folder import RunFolder
     from lorafusion_jax.peft.combine import combine_adapters
 
     options: dict[str, Any] = {"method": method, "density": density, "majority": majority, "seed": seed}
     combine_adapters(weights, to, **options)
     console = out()
     say(console, f"combined {len(weights)} adapters by {method}: {to}")
-    next_command(console, f"lorafusion generate {to} 'a prompt' --base BASE")
+    base = None if run is None else RunFolder(run).read_config().base
+    shown_base = "BASE" if base is None else shlex.quote(base.hub_id or str(base.model))
+    next_command(console, f"lorafusion generate {shlex.quote(str(to))} 'a prompt' --base {shown_base}")
 
 
 def _read(argument: str, run: Path | None) -> tuple[Path, float]:

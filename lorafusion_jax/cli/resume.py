@@ -69,4 +69,4 @@ def command(
     def work(listeners: Sequence[Listener]) -> RunResult:
         return resume(run, overrides or (), drop=drop or (), listeners=listeners, verify_base=verify_base)
 
-    return follow(out(), run, config, work)
+    return follow(out(), run, config, work, start=f"lorafusion resume {run}")

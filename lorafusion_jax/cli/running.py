@@ -35,8 +35,10 @@ from scheduling import Plan
 COLOURS = {"running": "bold", "done": "green", "failed": "bold red", "paused": "yellow", "cancelled": "yellow"}
 
 
-def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Sequence[Listener]], RunResult]) -> int:
-    """Runs `work` under the live view and shows its result; returns the exit code."""
+def follow(
+    console: Console, folder: Path, config: JobConfig, work: Callable[[Sequence[Listener]], RunResult], *, start: str
+) -> int:
+    """Runs `work` under the live view and shows its result; returns the exit code. `start` is the command."""
     interruption = "stopped at once: the work since the last checkpoint is repeated when the run is resumed."
     try:
         with last_words(f"{interruption}\nnext: lorafusion resume {folder}"):
@@ -48,7 +50,7 @@ def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Se
     except KeyboardInterrupt:  # second signal, or a signal before the first microbatch
         has_plan = RunFolder(folder).plan_file.exists()
         errors_to().print(interruption if has_plan else "stopped before the run started.")
-        next_command(console, f"lorafusion resume {folder}" if has_plan else "lorafusion train JOBS --out RUN")
+        next_command(console, f"lorafusion resume {folder}" if has_plan else start)
         stop_all()
         return INTERRUPTED
     except RunError as problem:

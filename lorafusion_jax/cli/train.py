@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli.common import JobFile, Overrides, ProgramCache
+from lorafusion_jax.cli.common import JobFile, Overrides, ProgramCache, typed
 from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, Started, join_processes
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, warn
@@ -42,7 +44,8 @@ def command(
     from lorafusion_jax.config.job_checks import ineffective
     from lorafusion_jax.config.load import read_job_file
     from lorafusion_jax.config.overrides import unreached
-    from lorafusion_jax.training import train
+    from lorafusion_jax.report.events import Listener
+    from lorafusion_jax.training import RunResult, train
 
     config = load_config(jobs, overrides or ())
     console = out()
@@ -57,6 +60,10 @@ def command(
     )
     prepare_machine(cache=cache)
     run_plan = read_plan(plan) if plan else None
-    return follow(
-        console, out_dir, config, lambda listeners: train(config, out_dir, plan=run_plan, listeners=listeners)
-    )
+
+    def work(listeners: Sequence[Listener]) -> RunResult:
+        return train(config, out_dir, plan=run_plan, listeners=listeners)
+
+    of_plan = ["--plan", str(plan)] if plan else []
+    start = f"lorafusion train {typed(jobs, overrides)} {shlex.join([*of_plan, '--out', str(out_dir)])}"
+    return follow(console, out_dir, config, work, start=start)

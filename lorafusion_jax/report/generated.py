@@ -12,14 +12,15 @@ SHOWN_PROMPT = 300  # characters
 
 
 def show_texts(console: Console, texts: Sequence[tuple[Any, str, str]]) -> None:
-    """Prints (prompt, adapter, text); a prompt once before all of its texts."""
+    """Prints (prompt, adapter, text); a prompt once before all of its texts, and lines of a text below each other."""
     width = max((len(adapter) for _, adapter, _ in texts), default=0)
     before: Any = object()
     for prompt, adapter, text in texts:
         if prompt is not before and prompt != before:
             console.print(Text(shown_prompt(prompt), "dim"), soft_wrap=True)
             before = prompt
-        console.print(Text.assemble((f"  {adapter:{width}}  ", "bold"), text.strip() or "(no text)"), soft_wrap=True)
+        lines = (text.strip() or "(no text)").replace("\n", "\n" + " " * (width + 4))
+        console.print(Text.assemble((f"  {adapter:{width}}  ", "bold"), lines), soft_wrap=True)
 
 
 def shown_prompt(prompt: Any) -> str:

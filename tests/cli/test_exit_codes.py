@@ -191,6 +191,16 @@ def test_second_signal_stops_at_once(lorafusion, job, monkeypatch):
     assert lorafusion("resume", out).code == 0
 
 
+def test_what_is_stopped_before_it_starts_is_started_as_it_was_typed(lorafusion, job, monkeypatch):
+    def interrupted(*arguments, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lorafusion_jax.training.train", interrupted)
+    outcome = lorafusion("train", job.path, "epochs=2", "--out", job.folder / "new run")
+    assert outcome.code == 130
+    assert outcome.last_line == f"next: lorafusion train {job.path} epochs=2 --out '{job.folder / 'new run'}'"
+
+
 def _steps(run_folder) -> list[tuple]:
     return [
         (row["adapter"], row["step"], row["loss"])

@@ -15,6 +15,7 @@ import yaml
 from safetensors import safe_open
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli import export
 from lorafusion_jax.digests import is_intact
 from lorafusion_jax.layout.layer import EXPERTS
@@ -101,6 +102,7 @@ def test_adapters_of_a_run_are_combined(lorafusion, finished, tmp_path):
     _, run = finished
     outcome = lorafusion("combine", "law=0.7", "med=-0.3", "--run", run, "--to", tmp_path / "both")
     assert outcome.code == 0, outcome.err
+    assert f"--base {RunFolder(run).read_config().base.model}" in outcome.out
     spec, _ = read_adapter(tmp_path / "both")
     ranks = [read_adapter(run / "adapters" / name / "latest")[0].rank for name in ("law", "med")]
     assert spec.rank == sum(ranks)

@@ -15,18 +15,57 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.examples import examples_directory
 
 ROOT = Path(__file__).resolve().parents[2]
-README, START = ROOT / "README.md", ROOT / "docs" / "pages" / "get-started.md"
+DOCS = ROOT / "docs" / "pages"
+README, START = ROOT / "README.md", DOCS / "get-started.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROWS = {"law": 40, "law_eval": 6, "chat": 24}
+# Pages whose commands run nightly on a run of two adapters, and commands of theirs that need more than a CPU.
+ON_A_RUN = {
+    "generate.md": ("lorafusion chat",),  # a terminal: cli/test_generate_command.py
+    "handover.md": ("lorafusion handover", "--push", "--merge"),  # servers and a hub: cli/test_handover*.py
+    "planning.md": (),
+    "quantised.md": (),
+    "several-gpus.md": ("sbatch", "examples/demo.yaml"),  # a cluster; the demo on four devices
+}
+# Pages whose commands run elsewhere, or nowhere: why.
+NOT_HERE = {
+    "README.md": "below, with its own job",
+    "get-started.md": "below, with its own job",
+    "cluster.md": "wants Ray on several nodes; serve/test_ray_cluster.py has simulated ones",
+    "kernels.md": "a GPU and its tools; cli/test_tune.py",
+    "online.md": "cli/test_simulate_command.py",
+    "service.md": "serve/test_acceptance.py",
+    "training-api.md": "serve/test_acceptance.py and peers/",
+}
+SMALL = {
+    "base": {"model": "models/Llama-3.1-8B"},
+    "data": {"max_length": 128, "train": "data/law.jsonl"},
+    "batch": {"capacity_tokens": 128, "global_samples": 8},
+    "train": {"block_layers": 1, "max_steps": 2},
+    "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]},
+    "adapters": [{"name": "law"}, {"name": "med"}],
+}
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return [text for found, text in BLOCK.findall(page.read_text(encoding="utf-8")) if found == language]
+
+
+def shown(page: Path) -> list[str]:
+    """Every command line in a block of commands, with its continuation, without prompt and comment."""
+    texts = [block.replace("\\\n", " ") for language in ("", "console") for block in blocks(page, language)]
+    lines = [re.sub(r"\s{2,}#.*", "", line.removeprefix("$ ")) for text in texts for line in text.splitlines()]
+    return [
+        line
+        for line in lines
+        if re.match(r"([A-Z_]+=\S+ |srun |sbatch |python -m |[\w.]*/)*lorafusion |sbatch|ray ", line)
+    ]
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -111,3 +150,24 @@ def test_every_command_of_the_page_runs_from_an_installed_wheel(page, folder, bi
         in_shell(binaries, words, folder)
     exported = {path.name for path in (folder / "out" / "law").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= exported
+
+
+def test_every_page_with_commands_runs_or_says_why_not():
+    with_commands = {page.name for page in [README, *DOCS.glob("*.md")] if shown(page)}
+    assert with_commands == set(ON_A_RUN) | set(NOT_HERE)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", ON_A_RUN)
+def test_commands_of_a_page_run_on_a_finished_run(page, folder, binaries):
+    """Where a page shows several ways into one run folder, each finds it new."""
+    (folder / "jobs.yaml").write_text(yaml.safe_dump(SMALL))
+    (folder / "prompts.jsonl").write_text('{"prompt": "Who may appeal?"}\n')
+    before = ["lorafusion train jobs.yaml --out runs/exp1", "lorafusion export runs/exp1 law --to out/law"]
+    lines = before[: 1 if page == "handover.md" else 2]  # it exports itself
+    lines += [line for line in shown(DOCS / page) if not any(part in line for part in ON_A_RUN[page])]
+    for line in lines:
+        words = shlex.split(line)
+        if words[:2] == ["lorafusion", "train"]:
+            shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)
+        in_shell(binaries, ["env", "JAX_NUM_CPU_DEVICES=8", *words], folder)
