@@ -13,6 +13,7 @@ from pathlib import Path
 
 import covered_cases
 import hypothesis
+import more_cases
 import pytest
 import shape_checks
 from _pytest import runner
@@ -100,6 +101,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: some tests wait, for a signal or for another process."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    more_cases.drop_unasked(metafunc)
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select

@@ -148,7 +148,6 @@ def test_neither_mesh_nor_remat_change_the_adapter(small, mesh):
     AdamW divides a gradient by its own size, so of one near zero even the rounding moves a weight far. With an eps as
     large as most gradients here, a step is proportional to them, and rounding stays as small as it was.
     """
-    small.trained("nf4")
     settings = ("data.eval=null", "optim.eps=0.1", "optim.lr=0.2")
     proportional = [f"adapters.{name}.{setting}" for name in ADAPTERS for setting in settings]
     whole = small.train(f"nf4-beside-{mesh}", small.job("nf4"), *proportional)

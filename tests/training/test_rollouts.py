@@ -87,8 +87,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kept_generation(kept_programs):
-    """Runs also share the programs of generation: tracing takes most of a run."""
-    from lorafusion_jax.generation import generator
+    """Runs also share the programs of generation, and one size serves all batches: tracing takes most of a run."""
+    from lorafusion_jax.generation import engine, generator
     from lorafusion_jax.generation.programs import GenerationPrograms
 
     kept = {}
@@ -100,6 +100,9 @@ def kept_generation(kept_programs):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "GenerationPrograms", programs)
+        for module in (engine, generator):
+            patch.setattr(module, "FEWEST_ROWS", 16)
+        patch.setattr(generator, "FEWEST_BLOCKS", 64)
         yield
 
 
@@ -109,7 +112,7 @@ def train(folder, tiny_base, kept_generation):
 
     def train(name: str, adapters: list[dict], eval_every_steps: int | None = None, **arguments) -> lf.Run:
         sections = {"batch": {"capacity_tokens": 128, "tile_tokens": 16}, "data": {"max_length": 32}}
-        sections["train"] = {"eval_every_steps": eval_every_steps}
+        sections |= {"train": {"eval_every_steps": eval_every_steps}, "lora": {"targets": ["down_proj"]}}
         job = write_job(folder, tiny_base, adapters, save={"every_steps": 2}, **sections)
         return lf.train(lf.load_job(job), folder / name, **{"progress": False, **arguments})
 

@@ -48,7 +48,8 @@ def job(folder, tiny_base):
 
     def write(**sections):
         chosen = sections.pop("adapters", adapters)
-        shared = {"batch": {"global_samples": 4, "capacity_tokens": 128, "tile_tokens": 16}, "epochs": 2}
+        batch = {"global_samples": 4, "capacity_tokens": 128, "tile_tokens": 16}
+        shared = {"batch": batch, "epochs": 2, "lora": {"targets": ["down_proj"]}}
         return small_jobs.write_job(folder, tiny_base, chosen, **(shared | sections))
 
     return write
@@ -162,14 +163,18 @@ def test_a_resumed_run_stops_the_same_adapters_at_the_same_slots(stopping, stopp
 
 @pytest.fixture(scope="module")
 def batches(folder, job):
-    """Two rates with four steps each, and two with twelve: as a sweep of batch sizes."""
+    """Two rates with four steps each, and two with twelve: as a sweep of batch sizes.
+
+    A fifth is in no comparison, so that programs are those of the jobs above.
+    """
     data = {"train": str(folder / "law.jsonl"), "eval": str(folder / "held.jsonl")}
+    other = {"name": "alone", "data": {"train": str(folder / "tax.jsonl")}, "optim": {"lr": 0.01}}
     return [
         {"name": f"{word}{size}", "data": data, "optim": {"lr": lr, "schedule": "constant"},
          "batch": {"global_samples": size}}
         for size in (2, 6)
         for word, lr in (("fast", 0.02), ("slow", 1e-5))
-    ]  # fmt: skip
+    ] + [other | {"early_stop": {"patience": None}}]  # fmt: skip
 
 
 def test_adapters_with_unequal_steps_are_compared_after_a_share_of_their_own(job, folder, batches, kept_programs):
