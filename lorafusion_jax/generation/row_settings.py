@@ -13,6 +13,10 @@ from lorafusion_jax.generation.packing import BASE, power_of_two
 from lorafusion_jax.generation.sampling import MODES
 from lorafusion_jax.generation.schedule import Running
 
+# Settings beyond these choose the same tokens as the nearest one here, and no logit leaves float32 with these.
+TEMPERATURES, PENALTIES, BIASES = (1e-20, 1e20), (1e-9, 1e9), (-1e9, 1e9)
+LEAST_P, MOST_K = 1e-30, 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSettings:
@@ -45,7 +49,8 @@ def row_settings(sequences: Sequence[Running], rows: int) -> RowSettings:
         row, sampling = sequence.row, request.sampling
         slot[row], number[row] = sequence.slot, sequence.length - len(request.tokens)
         seed = (sampling.seed >> 32, sampling.seed & 0xFFFFFFFF)
-        settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed)
+        temperature = _within(sampling.temperature, TEMPERATURES) if sampling.temperature else 0.0
+        settings = (temperature, min(sampling.top_k, MOST_K), max(sampling.top_p, LEAST_P), sampling.min_p, seed)
         for values, value in zip(choices, settings, strict=True):
             values[row] = value
     samplings = [sequence.request[0].sampling for sequence in sequences]
@@ -76,11 +81,15 @@ def _edits(sequences: Sequence[Running], rows: int) -> dict[str, Any]:
 
     penalty, only = np.ones(rows, np.float32), np.zeros(rows, bool)
     for row, sampling in samplings.items():
-        penalty[row], only[row] = sampling.repetition_penalty, sampling.allowed_tokens is not None
+        penalty[row], only[row] = _within(sampling.repetition_penalty, PENALTIES), sampling.allowed_tokens is not None
     none: Any = None
     edits = Edits(
         penalty, none, only, table(allowed, -1, np.int32),
         table({row: [token for token, _ in bias] for row, bias in biases.items()}, -1, np.int32),
-        table({row: [value for _, value in bias] for row, bias in biases.items()}, 0.0, np.float32),
+        table({row: [_within(value, BIASES) for _, value in bias] for row, bias in biases.items()}, 0.0, np.float32),
     )  # fmt: skip
     return {"edits": edits, "seen_BL": table(penalty_tokens, -1, np.int32)}
+
+
+def _within(value: float, bounds: tuple[float, float]) -> float:
+    return min(max(value, bounds[0]), bounds[1])

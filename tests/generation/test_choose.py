@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,6 +21,9 @@ from lorafusion_jax.generation.choose import (
     token_logprobs,
 )
 from lorafusion_jax.generation.packing import bucket
+from lorafusion_jax.generation.requests import Request
+from lorafusion_jax.generation.row_settings import row_settings
+from lorafusion_jax.generation.sampling import Sampling
 
 choose, keep = jax.jit(choose_tokens, static_argnames="mode"), jax.jit(keep_likely)
 
@@ -139,6 +143,33 @@ def test_log_likelihoods_are_those_of_the_whole_distribution():
     p = np.array([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]], np.float32)
     shifted = np.log(p) + np.array([[7.0], [-40.0]], np.float32)
     np.testing.assert_allclose(jax.jit(token_logprobs)(shifted, np.array([1, 2])), np.log([0.25, 0.7]), rtol=1e-5)
+
+
+BEYOND_FLOAT32 = [
+    ({"temperature": 1e-39}, {1}), ({"temperature": 1e-300}, {1}), ({"temperature": 1e300}, {0, 1, 2, 3}),
+    ({"temperature": 1.0, "top_p": 1e-60}, {1}), ({"temperature": 1.0, "top_k": 10**30, "min_p": 1e-60}, {0, 1, 2}),
+    ({"temperature": 1.0, "top_k": 10**30, "logit_bias": {3: 1e39}}, {3}),
+    ({"temperature": 1e-38, "top_p": 0.9, "logit_bias": {1: -1e300, 2: -1e300}}, {0}),
+    ({"temperature": 1.0, "top_p": 0.999, "repetition_penalty": 1e300, "logit_bias": {3: -1e300}}, {0, 1, 2}),
+    ({"temperature": 1e-30, "repetition_penalty": 1e-300}, {1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "drawn"), BEYOND_FLOAT32, ids=str)
+def test_settings_that_float32_does_not_hold_choose_what_they_say(settings, drawn):
+    """The logits are 1, 2, 0.5 and -50, and all tokens were seen."""
+    sequences = [
+        SimpleNamespace(
+            row=row, slot=0, length=4, tokens=[0, 1, 2, 3],
+            request=(Request(tokens=[0, 1, 2, 3], sampling=Sampling(seed=row, **settings)), None),
+        )
+        for row in range(64)
+    ]  # fmt: skip
+    its = row_settings(sequences, 64)
+    z = np.tile(np.array([1.0, 2.0, 0.5, -50.0], np.float32), (64, 1))
+    if its.edits is not None:
+        z = jax.jit(edit)(z, its.edits._replace(seen_BV=jax.jit(seen_tokens, static_argnums=1)(its.seen_BL, 4)))
+    assert set(choose(z, its.choices, its.number_B, mode=its.mode).tolist()) == drawn
 
 
 def test_buckets_are_few():

@@ -139,6 +139,8 @@ def test_chats_go_through_the_template_and_stream_deltas(service):
         ("/completions", text("a", presence_penalty=0.5), "presence_penalty"),
         ("/completions", text("a", guided_json={}), "guided_json"),
         ("/completions", text("a", temperature=-1), "temperature"),
+        ("/completions", text("a", n=True), "n: Input should be a valid integer"),  # not 1
+        ("/completions", text("a", stream="no"), "stream: Input should be a valid boolean"),
         ("/chat/completions", chat("a", tools=[{"type": "function"}]), "tools"),
         ("/chat/completions", chat("a", response_format={"type": "json_object"}), "response_format: texts are not"),
         ("/chat/completions", chat("a", moderation={"model": "m"}), "moderation"),
@@ -174,7 +176,7 @@ def test_a_setting_is_refused_with_a_reason_of_its_own(service, name, value):
 
 
 def test_values_that_ask_for_nothing_are_taken(service):
-    more = {"prompt_cache_retention": "24h", "stop": ["\u2028", "b" * 100]}
+    more = {"prompt_cache_retention": "24h", "stop": ["\u2028", "b" * 100], "temperature": 1}
     more |= {"presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "store": False, "tools": [], "n": None}
     assert answer_to(service, "/chat/completions", chat("a, [b", **more))["choices"]
 

@@ -74,7 +74,7 @@ Prompts = Annotated[Any, BeforeValidator(_prompts), WithJsonSchema(PROMPTS)]
 class StreamOptions(BaseModel):
     """Of a stream."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
     include_obfuscation: NotServed = None
 
@@ -85,7 +85,7 @@ class Body(BaseModel):
     `top_k`, `min_p` and `repetition_penalty` are no part of OpenAI's API; servers of open models have them.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     model: Label
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     temperature: Number | None = None
