@@ -97,6 +97,8 @@ class Bigrams:
     @classmethod
     def read(cls, folder: Path, *, optimizer: bool = True) -> Bigrams:
         model = cls()
+        if not (folder / "state.npz").is_file():
+            raise DatumError(f"{folder} cannot be read")
         with np.load(folder / "state.npz", allow_pickle=False) as stored:
             names = list(model.arrays) if optimizer else ["table"]
             model.arrays |= {name: stored[name] for name in names}
@@ -176,9 +178,13 @@ class BigramProcess:
             state = command["state"]
             seq = 0 if state is None else int(Path(state).name.rpartition("s")[2])
             load = command["values"]["stream"]["load"]
-            model = Bigrams() if state is None else Bigrams.read(Path(state))
-            if state is None and load is not None:
-                model = Bigrams.read(Path(load["folder"]), optimizer=load["optimizer"])
+            try:
+                model = Bigrams() if state is None else Bigrams.read(Path(state))
+                if state is None and load is not None:
+                    model = Bigrams.read(Path(load["folder"]), optimizer=load["optimizer"])
+            except DatumError as problem:
+                self.link.emit("failed", job=name, epoch=command["epoch"], step=seq, reason=str(problem))
+                return
             self.models[name] = command | {"model": model, "seq": seq, "taken": seq, "waiting": [], "path": state}
             self.link.emit("started", job=name, epoch=command["epoch"])
         elif command["command"] == "sample" and self.runs.is_set():

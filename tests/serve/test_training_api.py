@@ -570,7 +570,44 @@ def test_checkpoints_start_models_and_belong_to_their_owner(model, service):
     with service.db.write() as connection:
         connection.exec_driver_sql("UPDATE api_checkpoints SET expires = 1")
     assert model.ask("/weights_info", {"tinker_path": path})[0] == 404
+    model.ask(f"/sessions/{model.session}/finish", {})  # a load in a log would run again
     wait_for(lambda: not list(folder.glob("train-0/*")))
+
+
+@pytest.mark.parametrize("way", ["overwritten", "deleted"])
+def test_a_load_runs_again_though_its_checkpoint_is_gone(tmp_path, tiny_base, monkeypatch, way):
+    """Else a model whose worker was lost would go on from other weights, without a word."""
+    monkeypatch.setattr(BigramProcess, "save_every", 1000)
+    service = TrainingService(tmp_path / "home", tiny_base, lease_s=1.0)
+    try:
+        model = Model(service)
+        model.rows(ROWS)
+        model.step()
+        path = model.result(save(model, "save_weights", "last"))["path"]
+        body = {"session_id": model.session, "model_seq_id": 1, "path": path, "optimizer": True}
+        copy = Model.__new__(Model)
+        copy.service, copy.owner, copy.seq, copy.session = service, "ana", 0, model.session
+        copy.id = model.read(model.ask("/load_weights", body)[1]["request_id"])["model_id"]
+        for _ in range(2):
+            model.rows(ROWS[:1])
+            model.step()
+        old = {"model_id": model.id, "seq_id": model.number(None), "path": path, "optimizer": True}
+        model.result(model.ask("/load_weights", old))
+        assert losses(model) == losses(copy)
+        if way == "overwritten":
+            model.rows(ROWS[1:])
+            model.step()
+            model.result(save(model, "save_weights", "last", overwrite=True))
+        else:
+            assert service.ask("DELETE", f"/training_runs/{model.id}/checkpoints/weights/last")[0] == 204
+        before = [losses(model), losses(copy)]
+        service.launcher.made[-1].crash()
+        np.testing.assert_allclose([losses(model), losses(copy)], before)
+        model.ask(f"/sessions/{model.session}/finish", {})
+        folder = service.settings.home / "checkpoints" / model.session / "train-0"
+        wait_for(lambda: len(list(folder.glob("*"))) == (way == "overwritten"))
+    finally:
+        service.close()
 
 
 def test_samplers_are_named_and_sample_what_was_saved(model, service):

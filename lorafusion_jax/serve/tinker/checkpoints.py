@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from sqlalchemy import Connection, func, select
 
 from lorafusion_jax.serve.api.problems import ApiError, not_found
+from lorafusion_jax.serve.states import LIVE
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.tinker.futures import Row
 
@@ -115,6 +116,17 @@ def remove_expired(connection: Connection) -> list[str]:
     sessions = select(t.api_sessions.c.id).where(t.api_sessions.c.ended.is_not(None))
     samplers = connection.execute(select(t.api_samplers).where(t.api_samplers.c.session.in_(sessions))).mappings().all()
     return folders + (remove_samplers(connection, [dict(row) for row in samplers]) if samplers else [])
+
+
+def folders_in_use(connection: Connection) -> set[str]:
+    """Folders that are read again if a worker is lost: of requests in a log, and of models without a state."""
+    requests, jobs = t.api_requests.c, t.jobs.c
+    bodies = select(requests.body).where(requests.kind.in_(("load_weights", "sample")))
+    folders = {body.get("folder") for body in connection.execute(bodies).scalars()}
+    models = t.api_models.join(t.jobs, jobs.id == t.api_models.c.job)
+    begun = select(jobs.spec).select_from(models).where(jobs.state.in_(LIVE), jobs.state_path.is_(None))
+    loads = [spec["stream"]["load"] for spec in connection.execute(begun).scalars()]
+    return {folder for folder in folders if folder} | {load["folder"] for load in loads if load is not None}
 
 
 def count_expired(connection: Connection) -> int:

@@ -110,7 +110,7 @@ def delete(run: Id, kind: Id, name: Id, service: ServiceOf, streams: StreamsOf, 
         row = get_checkpoint(connection, path, owner.sees)
         streams.deleted.append((owner.name, path))
         connection.execute(t.api_checkpoints.delete().where(t.api_checkpoints.c.path == row["path"]))
-        streams.remove(row["folder"])
+        streams.remove(connection, row["folder"])
     streams.taken()
 
 

@@ -52,7 +52,7 @@ def create_sampler(body: CreateSampler, service: ServiceOf, streams: StreamsOf, 
             raise ApiError(422, "api.value", message, fix=f"one of {', '.join(service.settings.bases)}")
         arguments = (connection, sampler, session["owner"], session["id"], str(base))
         for path in add_sampler(*arguments, path=body.model_path, folder=folder):
-            streams.remove(path)
+            streams.remove(connection, path)
     streams.taken()
     return {"type": "create_sampling_session", "sampling_session_id": sampler}
 

@@ -46,6 +46,7 @@ from lorafusion_jax.serve.wire import Message
 
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 LOOK_S = 1.0  # between two looks at sessions and futures whose time is over
+IS_CHECKPOINT = t.removals.c.path.startswith("checkpoints/")
 log = logging.getLogger("lorafusion.control")
 
 
@@ -196,15 +197,18 @@ class Streams:
             )
         except ApiError as problem:
             futures.fail(connection, future, f"{problem.error['what']} {problem.error['fix']}", USER)
-            self.remove(checkpoints.checkpoint_folder(request["stream"], request["seq"]))
+            self.remove(connection, checkpoints.checkpoint_folder(request["stream"], request["seq"]))
             return
         futures.complete(connection, future, result)
         for folder in folders:
-            self.remove(folder)
+            self.remove(connection, folder)
 
-    def remove(self, path: str) -> None:
-        """Removes a file or folder of the home with the next `taken`."""
-        self._unneeded.append(path)
+    def remove(self, connection: Connection, folder: str) -> None:
+        """Removes the folder of a checkpoint: with the next `taken`, or once no request or model needs it."""
+        if folder in checkpoints.folders_in_use(connection):
+            connection.execute(t.removals.insert().prefix_with("OR IGNORE").values(path=folder))
+        else:
+            self._unneeded.append(folder)
 
     def _weights(self, connection: Connection) -> dict[str, float]:
         """Weights of models that change: their owner's. Its models that have rows share it, see `Turns`."""
@@ -243,7 +247,9 @@ class Streams:
             overdue = connection.execute(select(t.api_futures.c.id).where(t.api_futures.c.until < time.time()).limit(1))
             has_expired = overdue.first() is not None or bool(checkpoints.count_expired(connection))
             weights, gaps = self._weights(connection), overdue_requests(connection)
-        if not (leaving or returning or over or reads or has_expired or weights or gaps):
+            postponed = set(connection.execute(select(t.removals.c.path).where(IS_CHECKPOINT)).scalars())
+            unneeded = postponed - checkpoints.folders_in_use(connection) if postponed else set()
+        if not (leaving or returning or over or reads or has_expired or weights or gaps or unneeded):
             return
         with self.db.write() as connection:
             for job, weight in weights.items():
@@ -263,7 +269,10 @@ class Streams:
                 self._done.extend(futures.fail_waiting(connection, model["id"], message, category))
                 self._unneeded.extend(forget_requests(connection, model["id"]))
             self._unneeded.extend(futures.remove_expired(connection))
-            self._unneeded.extend(checkpoints.remove_expired(connection))
+            for folder in checkpoints.remove_expired(connection):
+                self.remove(connection, folder)
+            connection.execute(t.removals.delete().where(t.removals.c.path.in_(unneeded)))
+            self._unneeded.extend(unneeded)
         for model, _ in skipped:
             self.push(model["job"])
         self.taken()
