@@ -574,6 +574,28 @@ def test_checkpoints_start_models_and_belong_to_their_owner(model, service):
     wait_for(lambda: not list(folder.glob("train-0/*")))
 
 
+def test_a_model_that_cannot_be_made_again_ends(tmp_path, tiny_base, monkeypatch):
+    """Its client has been told of gradients that it would not have."""
+    monkeypatch.setattr(BigramProcess, "save_every", 1000)
+    service = TrainingService(tmp_path / "home", tiny_base, lease_s=1.0)
+    try:
+        model, other = Model(service), Model(service)
+        for one in (model, other):
+            one.rows(ROWS)
+            one.result(one.step())
+        before = losses(other)
+        payload = service.settings.path(log.payload_of(model.id, 1))
+        payload.write_bytes(payload.read_bytes()[:-1])
+        service.launcher.made[-1].crash()
+        wait_for(lambda: state_of(service, model) == "failed")
+        status, answer = model.rows(ROWS)
+        assert (status, answer["error"]["code"]) == (410, "api.model-over")
+        assert "request 1 ran again after a lost worker, and failed then" in answer["error"]["what"]
+        assert losses(other) == before
+    finally:
+        service.close()
+
+
 @pytest.mark.parametrize("way", ["overwritten", "deleted"])
 def test_a_load_runs_again_though_its_checkpoint_is_gone(tmp_path, tiny_base, monkeypatch, way):
     """Else a model whose worker was lost would go on from other weights, without a word."""

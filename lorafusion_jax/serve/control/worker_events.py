@@ -30,7 +30,7 @@ class StreamEvents(Protocol):
     """Takes the events of models of the training API, in the transaction of each event."""
 
     def started(self, connection: Transaction, job: Job) -> None: ...
-    def answered(self, connection: Transaction, job: Job, event: Message) -> None: ...
+    def answered(self, connection: Transaction, job: Job, event: Message) -> str: ...
     def kept(self, connection: Transaction, job: Job, step: int) -> None: ...
     def sampled(self, connection: Transaction, event: Message) -> None: ...
 
@@ -116,8 +116,9 @@ class WorkerEvents:
                 if (streams := self._streams_of(job)) is not None:
                     streams.started(connection, job)
             case "answered":
-                if (streams := self._streams_of(job)) is not None:
-                    streams.answered(connection, job, event)
+                streams = self._streams_of(job)
+                if streams is not None and (why := streams.answered(connection, job, event)):
+                    self._jobs.change(connection, name, "failed", actor=actor, why=why)
             case "vacated":  # its last step is taken; it is done once its adapter is on the disk
                 self._jobs.set(connection, name, place=None)
             case "stepped":

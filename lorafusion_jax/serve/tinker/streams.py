@@ -159,11 +159,17 @@ class Streams:
         if futures.complete(connection, future_of(model, 0), result):
             self._done.append(future_of(model, 0))
 
-    def answered(self, connection: Connection, job: Job, event: Message) -> None:
-        """Takes the answer to a request. That of one that runs again after a lost worker is there already."""
+    def answered(self, connection: Connection, job: Job, event: Message) -> str:
+        """Takes the answer to a request. That of one that runs again after a lost worker is there already.
+
+        Returns why the model is not the one that its client was told of; empty: it is.
+        """
         stream, seq = job["spec"]["stream"]["model"], event["seq"]
         future = future_of(stream, seq)
         if (error := event.get("error")) is not None:
+            first = futures.find_future(connection, future, None)
+            if first is not None and first["state"] == "done" and not event.get("ran"):
+                return f"request {seq} ran again after a lost worker, and failed then: {error}"
             futures.fail(connection, future, error, event["category"])
         elif (request := find_request(connection, stream, seq)) is not None and request["kind"] in SAVES:
             self._record(connection, future, request, event["result"]["bytes"])
@@ -174,6 +180,7 @@ class Streams:
             futures.complete(connection, future, event["result"], **values)
         self.jobs.set(connection, job["id"], step=max(seq, job["step"]))
         self._done.append(future)
+        return ""
 
     def sampled(self, connection: Connection, event: Message) -> None:
         """Takes samples."""

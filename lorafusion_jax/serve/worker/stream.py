@@ -276,7 +276,7 @@ class Models:
             try:
                 answer |= self._result(model, command, future.result())
             except (LoraFusionError, OSError) as problem:  # the disk
-                answer |= {"error": _sentence(problem), "category": "server"}
+                answer |= {"error": _sentence(problem), "category": "server", "ran": True}
         self._link.emit("answered", **answer)
         model.unanswered.discard(command["seq"])
 
