@@ -83,6 +83,7 @@ WHYS: Mapping[str, str] = {
     "store.busy": "another process holds its lock",
     "store.damaged": "its pages are not what was written",
     "store.failed": "the system refused to write",
+    "store.not-writable": "the folder, or its disk, lets this user only read",
     "store.no-space": "the disk is full",
     "store.replaced": "the home was moved or exchanged while the service runs",
     "store.version": "its tables are those of another version of the program",

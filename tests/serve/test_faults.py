@@ -18,7 +18,7 @@ import pytest
 from simulated_service import Service, wait_for
 from simulated_worker import SimulatedLauncher, SimulatedProcess
 from sqlalchemy import event, select
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, OperationalError
 
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.serve.client import ServiceError
@@ -410,6 +410,20 @@ def test_a_page_that_is_damaged_while_it_serves_is_named(tmp_path):
     with pytest.raises(StoreError) as problem, db.read():
         raise DatabaseError("SELECT 1", {}, sqlite3.DatabaseError("database disk image is malformed"))
     assert problem.value.code == "store.damaged"
+    db.close()
+
+
+@pytest.mark.parametrize("what", ["attempt to write a readonly database", "unable to open database file"])
+def test_a_home_that_cannot_be_written_is_not_damaged(tmp_path, what):
+    (tmp_path / "folder.db").mkdir()
+    with pytest.raises(StoreError) as opened:
+        Database(tmp_path / "folder.db")
+    db = Database(tmp_path / "service.db")
+    with pytest.raises(StoreError) as used, db.write():
+        raise OperationalError("UPDATE version", {}, sqlite3.OperationalError(what))
+    assert {(problem.value.code, problem.value.fix) for problem in (opened, used)} == {
+        ("store.not-writable", "make the folder of the home and the files in it writable for this user")
+    }
     db.close()
 
 

@@ -22,9 +22,13 @@ GLANCE_S = 0.1  # that the event loop of the server may wait
 WAITED = f"others have waited for it for {BUSY_S} s"
 DAMAGE = ("malformed", "not a database")
 RESTORE = "stop the service, and restore the file from a copy"
+WRITABLE = "make the folder of the home and the files in it writable for this user"
+NO_DAMAGE = ("store.busy", "store.no-space", "store.not-writable")
 CAUSES = (
     ("full", "store.no-space", "free some space"),
     ("locked", "store.busy", "try again"),
+    ("readonly", "store.not-writable", WRITABLE),
+    ("unable to open", "store.not-writable", WRITABLE),
     *((word, "store.damaged", RESTORE) for word in DAMAGE),
 )
 
@@ -253,7 +257,7 @@ def _naming_damage(file: Path) -> Iterator[None]:
         with _reporting():
             yield
     except StoreError as problem:
-        if problem.code in ("store.busy", "store.no-space"):
+        if problem.code in NO_DAMAGE:
             raise
         raise _damaged(file, problem.why) from None
     except DatabaseError as problem:
