@@ -53,6 +53,16 @@ def replace_bytes(path: Path, content: bytes) -> None:
             raise
 
 
+def written_name(name: str) -> str:
+    """The file that the hidden name of a write under way stands for; another name as it is.
+
+    >>> written_name("runs/exp1/.report.html.part"), written_name("law.yaml")
+    ('runs/exp1/report.html', 'law.yaml')
+    """
+    path = Path(name)
+    return str(path.with_name(path.name[1 : -len(PART)])) if path.match(f".*{PART}") else name
+
+
 def remove_folder(folder: Path) -> None:
     """Renames a folder before removing it, so that a crash does not leave a part of it under its name."""
     trash = folder.with_name(f".{folder.name}{GONE}")

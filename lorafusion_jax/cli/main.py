@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from lorafusion_jax import __version__
 from lorafusion_jax.errors import ConfigError, LoraFusionError, RunError
+from lorafusion_jax.files import written_name
 from lorafusion_jax.plugins import plugin_fault
 from lorafusion_jax.report.console import errors_to
 from lorafusion_jax.signals import INTERRUPTED, stop_signals
@@ -154,7 +155,8 @@ def documentation(path: str) -> str:
     raise LookupError(path)
 
 
-DISK = (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ESTALE)  # also of files that are open
+NOT_ALLOWED = (errno.EROFS, errno.EACCES, errno.EPERM)
+DISK = (*NOT_ALLOWED, errno.EIO, errno.EFBIG, errno.ESTALE)  # also of files that are open
 
 FILES = (
     *("demo", "new", "init", "check", "plan", "train", "resume", "status", "timeline", "report", "generate", "chat"),
@@ -280,5 +282,6 @@ def _system_error(problem: OSError) -> RunError:
         )
     if problem.filename is None and problem.errno not in DISK:
         raise problem
-    file = problem.filename or "a file"
-    return RunError("system.file", f"{file} cannot be used.", why=problem.strerror or str(problem))
+    file = written_name(problem.filename) if isinstance(problem.filename, str) else problem.filename or "a file"
+    fix = "a place where you may read and write, or rights to this one" if problem.errno in NOT_ALLOWED else ""
+    return RunError("system.file", f"{file} cannot be used.", why=problem.strerror or str(problem), fix=fix)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from cli_helpers import make_rows, snapshot, weights, write_rows_to
@@ -416,6 +418,21 @@ def test_output_that_the_system_refuses(lorafusion, job):
     (job.folder / "file").write_text("")
     outcome = lorafusion("plan", job.path, "-o", job.folder / "file" / "plan.json")
     assert (outcome.code, outcome.errors) == (1, ["system.file"])
+
+
+def test_output_where_nobody_may_write(lorafusion, finished, monkeypatch):
+    """The file is named as it was asked for, not by the hidden name of a write under way."""
+
+    def refused(self, *arguments, **options):
+        raise PermissionError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", refused)
+        outcome = lorafusion("report", finished[1], "-o", "report.html")
+    assert (outcome.code, outcome.errors) == (1, ["system.file"])
+    assert "report.html cannot be used" in outcome.err
+    assert ".part" not in outcome.err
+    assert "fix: a place where you may read and write" in outcome.err
 
 
 @pytest.mark.parametrize(
