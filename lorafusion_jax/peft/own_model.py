@@ -31,6 +31,7 @@ from lorafusion_jax.tensor_file import write_tensors
 type Keys = Mapping[str, str] | Callable[[str], str] | None
 ROOT = "base_model."
 PREFIX = f"{ROOT}model."  # of PEFT's names
+LAYER = "/"  # before paths of layers, one of which may be called as what is no layer is: shared, head, tokens
 
 
 def hf_key(path: str) -> str:
@@ -83,7 +84,7 @@ def save_peft(
     if adapter_kind(spec.kind).merge_only:
         raise CheckpointError("peft.kind", f"{name}: an adapter of kind {spec.kind} has no form in PEFT.")
     check_finite(arrays, spec)
-    names = _names([path for path in arrays if path != SHARED], keys)
+    names = _names(_layer_paths(arrays), keys)
     tensors = _tensors(arrays, spec.kind, names)
     targets = tuple(dict.fromkeys(key.rsplit(".", 1)[-1] for key in names.values()))
     described = config_of(dataclasses.replace(spec, targets=targets), base_name) | {"task_type": task_type}
@@ -113,7 +114,7 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
         raise ConfigError("peft.kind", f"{name} is of kind {spec.kind}, whose tensors a PEFT folder does not hold.")
     check_digests(folder)
     arrays, _ = _arrays(model, name)
-    names = _names([path for path in arrays if path != SHARED], keys)
+    names = _names(_layer_paths(arrays), keys)
     model_tensors = _tensors(arrays, spec.kind, names)
     tensors = {key if key in model_tensors else text_name(key)[0]: array for key, array in read_tensors(folder).items()}
     endings = [f".{leaf.peft_name}" for leaf in kind.of_projections]
@@ -191,24 +192,29 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[st
 
 
 def _arrays(model: nnx.Module, name: str) -> tuple[Arrays, dict[str, tuple[int, int]]]:
-    """Returns path of each single layer → tensors of the adapter's kind in order, and (K, N) of each path."""
+    """Returns path of each single layer, with `LAYER` before it → tensors of the adapter's kind, and (K, N) of each."""
     kind = adapter_kind(adapter_spec(model, name).kind)
     arrays: Arrays = {}
     for path, number, leaves in _single_layers(model, name):
-        arrays[_numbered(path, number)] = tuple(leaves[leaf.name][number] for leaf in kind.of_projections)
+        arrays[LAYER + _numbered(path, number)] = tuple(leaves[leaf.name][number] for leaf in kind.of_projections)
         if kind.shared:
             arrays.setdefault(SHARED, tuple(leaves[leaf.name][number] for leaf in kind.shared))
-    return arrays, layer_shapes(model, name)
+    return arrays, {LAYER + path: shape for path, shape in layer_shapes(model, name).items()}
+
+
+def _layer_paths(arrays: Arrays) -> list[str]:
+    return [path.removeprefix(LAYER) for path in arrays if path != SHARED]
 
 
 def _tensors(arrays: Arrays, kind: str, names: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Converts to PEFT's names and shapes."""
-    table = adapter_kind(kind)
-    return {
-        f"{ROOT}{leaf.peft_name}" if path == SHARED else f"{PREFIX}{names[path]}.{leaf.peft_name}": _transposed(array)
-        for path, tensors in arrays.items()
-        for leaf, array in zip(table.shared if path == SHARED else table.of_projections, tensors, strict=True)
-    }
+    table, tensors_by_key = adapter_kind(kind), {}
+    for path, tensors in arrays.items():
+        prefix = ROOT if path == SHARED else f"{PREFIX}{names[path.removeprefix(LAYER)]}."
+        leaves = table.shared if path == SHARED else table.of_projections
+        for leaf, array in zip(leaves, tensors, strict=True):
+            tensors_by_key[f"{prefix}{leaf.peft_name}"] = _transposed(array)
+    return tensors_by_key
 
 
 def _transposed(array: np.ndarray) -> np.ndarray:

@@ -142,3 +142,28 @@ def test_a_folder_for_a_multimodal_model_is_loaded_into_its_text_part(model, tmp
     other = apply_lora(Net(), SPECS, targets="all-linear")
     lf.load_peft(other, "law", tmp_path / "law")
     same(adapter_arrays(other, "law"), adapter_arrays(model, "law"))
+
+
+@pytest.mark.parametrize("kind", ["lora", "vera"])
+def test_layers_may_be_called_as_parts_of_other_adapters_are(kind, tmp_path):
+    """A shared matrix, a head and rows of tokens are beside the layers; a layer of such a name is one of them."""
+    spec = AdapterSpec(name="law", rank=2, alpha=2 if kind == "vera" else 4, kind=kind)
+    layers = {name: nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for name in ("shared", "head", "tokens", "up")}
+    model = apply_lora(nnx.Dict(layers), [spec], targets=tuple(layers))
+    before = {key: value + 1 for key, value in adapter_arrays(model, "law").items()}
+    put_adapter_arrays(model, "law", before)
+    lf.save_peft(model, "law", tmp_path / "law")
+    keys = load_file(tmp_path / "law" / "adapter_model.safetensors").keys()
+    assert set(layers) <= {key.removeprefix("base_model.model.").partition(".")[0] for key in keys}
+    put_adapter_arrays(model, "law", {key: 0 * value for key, value in before.items()})
+    lf.load_peft(model, "law", tmp_path / "law")
+    same(adapter_arrays(model, "law"), before)
+
+
+def test_a_layer_called_head_is_folded_as_the_others_are(tmp_path):
+    """PiSSA is written as LoRA of twice its rank."""
+    spec = AdapterSpec(name="law", rank=2, alpha=4, kind="pissa")
+    layers = {name: nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for name in ("head", "up")}
+    lf.save_peft(apply_lora(nnx.Dict(layers), [spec], targets=tuple(layers)), "law", tmp_path / "law")
+    tensors = load_file(tmp_path / "law" / "adapter_model.safetensors")
+    assert {tensor.shape for tensor in tensors.values()} == {(4, 8), (8, 4)}
