@@ -6,58 +6,38 @@ The last tests are of `lf.training_client`, on the same session.
 from __future__ import annotations
 
 import asyncio
-import re
-import runpy
-from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from live_sessions import open_session
-from small_jobs import two_adapters, write_job, write_rows
+from stream_clients import (
+    CAPACITY,
+    TARGETS,
+    Client,
+    assert_equal,
+    assert_near,
+    check_refused_steps,
+    data,
+    logprobs,
+    rows_of,
+    run,
+    run_alone,
+    run_together,
+    wait,
+)
 
 import lorafusion_jax as lf
-from lorafusion_jax.api.training import TrainingClient, _Shared
-from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
-from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.errors import CallError, LoraFusionError
-from lorafusion_jax.examples import examples_directory
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.peft.folder import read_described
 from lorafusion_jax.session import AdapterState, Session, Task, WindowPlanner, call_runner
-from lorafusion_jax.session.calls import ForwardBackward, LoadState, OptimStep, Row, SaveState
-from lorafusion_jax.session.session_thread import SessionThread
+from lorafusion_jax.session.calls import LoadState, Row, SaveState
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-CAPACITY = 128
-TARGETS = ["q_proj", "down_proj"]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory, tiny_base) -> JobConfig:
-    folder = tmp_path_factory.mktemp("job")
-    rows = {name: write_rows(folder, name, 6) for name in ("law", "med")}
-    entries = [entry | {"lora": {"rank": 2, "targets": TARGETS}} for entry in two_adapters(rows)]
-    return load_config(write_job(folder, tiny_base, entries, batch={"capacity_tokens": CAPACITY}))
-
-
-@pytest.fixture(scope="module")
-def session(config):
-    opened = open_session(config, {4: 7}, TARGETS, row_targets=1)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def planner(session) -> WindowPlanner:
-    return WindowPlanner(session)
 
 
 @pytest.fixture
@@ -66,80 +46,6 @@ def reproducible(session, monkeypatch) -> WindowPlanner:
     tail = replace(session.free_places.tail, reproducible=True, most_adapters=1)
     monkeypatch.setattr(session.free_places, "tail", tail)
     return WindowPlanner(session)
-
-
-class Client:
-    """A training client that waits for nothing by itself."""
-
-    def __init__(self, planner: WindowPlanner, name: str, rank: int = 4, seed: int = 0):
-        self.planner, self.task = planner, planner.session.new_stream(name, rank=rank, seed=seed, targets=TARGETS)
-        free_place = planner.session.find_place(self.task.spec)
-        assert free_place is not None
-        planner.session.start(free_place, self.task)
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.planner.session.drain()
-        self.planner.session.forget(self.task.name)
-
-    def submit(self, call) -> Future:
-        return self.task.source.submit(call)
-
-    def add(self, rows, loss="cross_entropy", **options) -> Future:
-        return self.submit(ForwardBackward(rows=rows, loss=loss, **options))
-
-    def look(self, rows) -> Future:
-        return self.add(rows, forward_only=True)
-
-    def step(self, **numbers) -> Future:
-        return self.submit(OptimStep(**{"learning_rate": 1e-2} | numbers))
-
-    def state(self) -> AdapterState:
-        return wait(self.planner, self.submit(SaveState()))
-
-
-def run(planner: WindowPlanner) -> None:
-    """Runs all calls."""
-    while True:
-        window = planner.plan(48)
-        planner.run(window)
-        if not window.slots and not planner.has_calls:
-            planner.session.drain()
-            return
-
-
-def wait(planner: WindowPlanner, future: Future):
-    run(planner)
-    return future.result(timeout=60)
-
-
-def rows_of(lengths, loss="cross_entropy", seed=0) -> list[Row]:
-    rng = np.random.default_rng(seed)
-    rows = []
-    for length in lengths:
-        inputs = {"target_tokens": rng.integers(0, 50, length)}
-        if loss == "cross_entropy":
-            inputs["weights"] = (np.arange(length) >= length // 3) * rng.uniform(0.1, 1.0, length)
-        else:
-            inputs |= {"logprobs": rng.normal(-4, 0.5, length), "advantages": rng.normal(size=length)}
-            inputs["advantages"][: length // 3] = 0
-        if loss == "gspo":
-            inputs["sequence_ratio_mask"] = np.arange(length) >= length // 3
-        rows.append(Row(tokens=rng.integers(0, 50, length), inputs=inputs))
-    return rows
-
-
-def assert_equal(state, other) -> None:
-    assert state.step == other.step
-    for name, leaf in other.weights.items():
-        np.testing.assert_array_equal(state.weights[name], leaf)
-
-
-def assert_near(state, other, atol=2e-5) -> None:
-    for name, leaf in other.weights.items():
-        np.testing.assert_allclose(state.weights[name], leaf, atol=atol)
 
 
 def test_a_client_learns_and_its_results_are_those_of_its_rows(planner):
@@ -158,47 +64,6 @@ def test_a_client_learns_and_its_results_are_those_of_its_rows(planner):
         assert stepped.result().metrics["grad_norm:mean"] > 0
         after = wait(planner, client.look(rows)).metrics["loss:sum"]
         assert after < added.result().metrics["loss:sum"]
-
-
-CALLS = (  # of six clients: loss, rank, and the lengths of the rows of each call; a step follows every second one
-    ("cross_entropy", 4, [[30, 20], [100], [7] * 5]),
-    ("importance_sampling", 2, [[50], [60, 40, 10], [9, 8]]),
-    ("ppo", 2, [[20, 10], [5], [64]]),
-    ("cispo", 4, [[12], [90, 8], [3]]),
-    ("dro", 2, [[25] * 3, [16], [40]]),
-    ("gspo", 4, [[33, 20], [128], [1, 2, 3]]),
-)
-LAST = {"learning_rate": 3e-3, "beta2": 0.9, "weight_decay": 0.1, "grad_clip_norm": 0.05}
-
-
-def submit_turn(client: Client, loss: str, calls: Sequence[Sequence[int]], turn: int) -> list[Future]:
-    added = client.add(rows_of(calls[turn], loss, seed=turn), loss)
-    return [added, client.step(**LAST if turn == 2 else {})] if turn else [added]
-
-
-def run_alone(planner: WindowPlanner) -> dict[str, tuple[list[Future], AdapterState]]:
-    alone = {}
-    for loss, rank, calls in CALLS:
-        with Client(planner, loss, rank) as client:
-            results = [future for turn in range(3) for future in submit_turn(client, loss, calls, turn)]
-            run(planner)
-            alone[loss] = results, client.state()
-    return alone
-
-
-def run_together(planner: WindowPlanner) -> dict[str, tuple[list[Future], AdapterState]]:
-    """Calls come between the slots of others."""
-    clients = {loss: Client(planner, loss, rank) for loss, rank, _ in CALLS}
-    results: dict[str, list[Future]] = {loss: [] for loss in clients}
-    for turn in range(3):
-        for loss, _, calls in CALLS:
-            results[loss] += submit_turn(clients[loss], loss, calls, turn)
-        planner.run(planner.plan(1))
-    run(planner)
-    states = {loss: (results[loss], client.state()) for loss, client in clients.items()}
-    for client in clients.values():
-        client.__exit__()
-    return states
 
 
 def test_company_and_time_of_arrival_change_no_bit(reproducible):
@@ -332,34 +197,6 @@ def test_a_sum_that_is_not_finite_fails_its_step_alone(planner):
     check_refused_steps(planner)
 
 
-def check_refused_steps(planner: WindowPlanner) -> None:
-    """A step is refused for its gradient, and for what it would write; weights and sums are those of before and 0."""
-    rows = rows_of([40])
-    with Client(planner, "sound") as client:
-        expected = wait(planner, client.look(rows))
-        client.add(rows)
-        norm = wait(planner, client.step()).metrics["grad_norm:mean"]
-    bad = rows_of([30], "importance_sampling")[0]
-    bad.inputs["logprobs"][20] = -1e4  # its ratio overflows
-    with Client(planner, "infinite") as client:
-        client.add([bad, *rows_of([20], "importance_sampling", 1)], "importance_sampling")
-        refused, looked = client.step(), client.look(rows)
-        client.add(rows)
-        too_far = client.step(learning_rate=3e38, weight_decay=1e3)
-        client.add(rows)
-        stepped = client.step()
-        run(planner)
-        assert too_far.exception().code == "call.not-finite"
-        assert isinstance(refused.exception(), CallError)
-        assert refused.exception().code == "call.not-finite"
-        np.testing.assert_array_equal(looked.result().outputs[0]["logprobs"], expected.outputs[0]["logprobs"])
-        assert stepped.result().metrics == {
-            "grad_norm:mean": norm,
-            "learning_rate:mean": pytest.approx(1e-2),
-            "step:max": 1,
-        }
-
-
 def test_a_state_continues_in_another_client(reproducible):
     planner = reproducible
     with Client(planner, "whole") as client:
@@ -438,25 +275,6 @@ def test_a_rank_without_a_place_is_refused_before_the_base_is_read(monkeypatch):
     assert "places={4:" in raised.value.fix
 
 
-@pytest.mark.nightly
-def test_several_targets_at_a_position(planner):
-    rng = np.random.default_rng(0)
-    targets, weights = rng.integers(0, 50, (40, 3)), rng.uniform(0, 1, (40, 3))
-    tokens = rng.integers(0, 50, 40)
-    together = Row(tokens=tokens, inputs={"target_tokens": targets, "weights": weights})
-    apart = [Row(tokens=tokens, inputs={"target_tokens": targets[:, k], "weights": weights[:, k]}) for k in range(3)]
-    results, norms = [], []
-    for rows in ([together], apart):
-        with Client(planner, "wide") as client:
-            results.append(client.add(rows))
-            norms.append(wait(planner, client.step()).metrics["grad_norm:mean"])
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    wide, narrow = (result.result().outputs for result in results)
-    assert wide[0]["logprobs"].shape == (40, 3)
-    for k in range(3):
-        np.testing.assert_allclose(wide[0]["logprobs"][:, k], narrow[k]["logprobs"], atol=1e-5)
-
-
 def test_a_client_that_ends_fails_its_calls(planner):
     client = Client(planner, "ending")
     waiting = client.add(rows_of([10]))
@@ -467,52 +285,7 @@ def test_a_client_that_ends_fails_its_calls(planner):
         assert future.exception().category == "server"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("mesh", [{"stages": 2}, {"data": 2}, {"stages": 2, "data": 2}], ids=str)
-def test_stages_and_replicas_give_the_same_results(planner, config, mesh):
-    expected = run_together(planner)
-    settings = config.mesh.model_validate(mesh)
-    other = open_session(config.model_copy(update={"mesh": settings}), {4: 7}, TARGETS, row_targets=1)
-    try:
-        spread = WindowPlanner(other)
-        for loss, (results, state) in run_together(spread).items():
-            for now, before in zip(results, expected[loss][0], strict=True):
-                assert now.result().metrics == pytest.approx(before.result().metrics, rel=1e-4, abs=1e-4)
-            assert_near(state, expected[loss][1])
-        check_refused_steps(spread)
-    finally:
-        other.close()
-
-
 # `lf.training_client`, which takes over the session of the tests above.
-
-
-TOKENS = [np.random.default_rng(0).integers(0, 50, length) for length in (30, 12, 7)]
-
-
-@pytest.fixture(scope="module")
-def opened(session):
-    shared = _Shared(SessionThread(session), TARGETS)
-    with TrainingClient(shared, rank=4, targets=TARGETS) as client:
-        yield client
-
-
-@pytest.fixture
-def client(opened):
-    with opened.new_client(rank=4) as fresh:
-        yield fresh
-
-
-def data(**inputs) -> list[lf.Datum]:
-    def datum(tokens):
-        sizes = {name: value(len(tokens) - 1) for name, value in inputs.items()}
-        return lf.Datum(model_input=tokens[:-1], loss_fn_inputs={"target_tokens": tokens[1:], **sizes})
-
-    return [datum(tokens) for tokens in TOKENS]
-
-
-def logprobs(client) -> list[np.ndarray]:
-    return [output["logprobs"] for output in client.forward(data()).result().loss_fn_outputs]
 
 
 def test_calls_run_in_their_order_and_clients_share_a_session(client, opened):
@@ -569,29 +342,6 @@ def test_custom_losses_of_jax_and_numpy_are_those_of_rows(opened):
     for norm, arrays in results[1:]:
         assert norm == pytest.approx(results[0][0], rel=1e-5)
         jax.tree.map(lambda now, before: np.testing.assert_allclose(now, before, atol=1e-4), arrays, results[0][1])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [
-        (lambda arrays: arrays[0].sum(), "not (loss, metrics)"),
-        (lambda arrays: (arrays[0], {}), "must be one number"),
-        (lambda arrays: (arrays[0].sum(), None), "no table of numbers"),
-        (lambda arrays: (jnp.log(arrays[0] - arrays[0]).sum(), {}), "the gradient of the loss is not finite"),
-    ],
-)
-def test_what_a_custom_loss_returns_is_checked(opened, returned, says):
-    with opened.new_client(rank=4) as client:
-        with pytest.raises(LoraFusionError, match=re.escape(says)) as raised:
-            client.forward_backward_custom(data(), lambda given, arrays: returned(arrays))
-        assert raised.value.code == "call.loss"
-        with pytest.raises(ZeroDivisionError):  # errors of the loss itself stay as they are
-            client.forward_backward_custom(data(), lambda given, arrays: 1 / 0)
-        gradients = [np.zeros(99) for _ in data()]
-        with pytest.raises(LoraFusionError, match=r"the shape \(99,\)"):
-            client.forward_backward_custom(data(), lambda given, arrays: (0.0, {}, gradients), returns_gradients=True)
-        assert client.optim_step(learning_rate=1e-2).result().metrics["grad_norm:mean"] == 0  # nothing was added
 
 
 def test_arguments_of_another_kind_are_named(opened, tmp_path):
@@ -677,78 +427,3 @@ def test_calls_of_a_closed_client_fail(opened):
     client.close()
     with pytest.raises(lf.LoraFusionError, match="client was closed"):
         client.forward(data()).result()
-
-
-@pytest.mark.nightly
-def test_samples_are_of_a_snapshot(client):
-    """The log-probabilities of a sample are those of `forward` on it, also after the adapter has trained on."""
-    prompt = [5, 6, 7]
-    for _ in range(3):  # so that the adapter differs from the base
-        client.forward_backward(data())
-        client.optim_step(learning_rate=1e-1)
-    sampler = client.save_weights_and_get_sampling_client()
-    settings = {"max_tokens": 6, "seed": 3, "temperature": 1.0, "stop": []}
-    first = sampler.sample(prompt, num_samples=3, **settings).result()
-    rows = [
-        lf.Datum(
-            model_input=[*prompt, *sample.tokens[:-1]],
-            loss_fn_inputs={"target_tokens": [*prompt[1:], *sample.tokens]},
-        )
-        for sample in first
-    ]
-    for sample, output in zip(first, client.forward(rows).result().loss_fn_outputs, strict=True):
-        assert (len(sample.tokens), sample.stop_reason) == (6, "length")
-        np.testing.assert_allclose(output["logprobs"][2:], sample.logprobs, atol=1e-5)
-    client.forward_backward(data())
-    client.optim_step(learning_rate=1e-1).result()
-    assert sampler.sample(prompt, num_samples=3, **settings).result() == first
-    assert len({tuple(sample.tokens) for sample in first}) > 1
-    (cut,) = sampler.sample(prompt, 1, SimpleNamespace(**settings | {"stop": [first[0].tokens[2]]})).result()
-    assert cut.tokens == first[0].tokens[: first[0].tokens.index(first[0].tokens[2]) + 1]
-    assert cut.stop_reason == "stop"
-    for wrong in ([48_000], [True], [-1]):
-        with pytest.raises(lf.LoraFusionError, match=r"generate\.(token|setting)"):
-            sampler.sample(prompt, 1, **settings | {"stop": wrong}).result()
-    with pytest.raises(lf.LoraFusionError, match="have no beams"):
-        sampler.sample(prompt, beams=2)
-
-
-@pytest.mark.nightly
-def test_the_examples_learn():
-    folder = Path(__file__).parents[2] / "examples" / "calls"
-    losses = runpy.run_path(str(folder / "sft.py"))["main"]()
-    assert all(values[-1] < values[0] for values in losses.values())
-    rewards = runpy.run_path(str(folder / "rl.py"))["main"]()
-    assert rewards[-1] > rewards[0]
-    preferred = runpy.run_path(str(folder / "dpo.py"))["main"]()
-    assert preferred[-1] < preferred[0]
-    gaps = runpy.run_path(str(folder / "distillation.py"))["main"]()
-    assert gaps[-1] < gaps[0]
-
-
-@pytest.mark.nightly
-def test_samples_in_bfloat16_are_as_exact_as_forward(tmp_path):
-    """What bfloat16 costs depends on the weights, so the measure is what it costs `forward` on the same rows."""
-    base, prompt, exact = str(examples_directory() / "base"), TOKENS[0][:4], "float32"
-    options = {"rank": 8, "targets": TARGETS, "batch": {"capacity_tokens": 512, "tile_tokens": 32}}
-    logprobs = {}
-    for dtype in ("bfloat16", exact):
-        with lf.training_client({"model": base, "dtype": dtype}, **options) as client:
-            if dtype == exact:
-                client.load_state(tmp_path / "state").result()
-            else:
-                for _ in range(4):
-                    client.forward_backward(data())
-                    client.optim_step(learning_rate=1e-2)
-                client.save_state(tmp_path / "state").result()
-                sampler = client.save_weights_and_get_sampling_client()
-                samples = sampler.sample(prompt, 16, max_tokens=24, seed=0, temperature=1.0, stop=[]).result()
-                wholes = [[*prompt, *sample.tokens] for sample in samples]
-                logprobs["sampler"] = np.array([sample.logprobs for sample in samples])
-            rows = [lf.Datum(model_input=t[:-1], loss_fn_inputs={"target_tokens": t[1:]}) for t in wholes]
-            outputs = client.forward(rows).result().loss_fn_outputs
-            logprobs[dtype] = np.array([output["logprobs"][len(prompt) - 1 :] for output in outputs])
-    sampled, forwarded = (np.abs(logprobs[name] - logprobs[exact]) for name in ("sampler", "bfloat16"))
-    assert np.median(forwarded) > 1e-4  # so the rows are those of two dtypes
-    assert np.median(sampled) <= 1.5 * np.median(forwarded)
-    assert np.sqrt(np.mean(sampled**2)) <= 1.5 * np.sqrt(np.mean(forwarded**2))
