@@ -9,6 +9,7 @@ Dims: `T` packed tokens · `D` model width · `V` vocabulary · `A` adapters · 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -199,10 +200,13 @@ def _losses_fwd(rule: LogitRule, hidden_TD, head_VD, targets, weights):
 
 def _losses_bwd(rule, residuals, cotangent_T):
     del rule  # unused: the gradient is ready
-    slope_TD, counts, exponent = residuals
+    return scaled_slope(*residuals, cotangent_T), None, None, None
+
+
+def scaled_slope(slope_TD: jax.Array, counts: jax.Array, exponent: jax.Array, cotangent_T: jax.Array) -> jax.Array:
+    """The gradient of the rows that count, in which forward left out a power of two of each."""
     factor_T1 = jnp.ldexp(cotangent_T, exponent)[:, None]
-    hidden_bar = jnp.where(counts[:, None], slope_TD.astype(jnp.float32) * factor_T1, 0.0).astype(slope_TD.dtype)
-    return hidden_bar, None, None, None
+    return jnp.where(counts[:, None], slope_TD.astype(jnp.float32) * factor_T1, 0.0).astype(slope_TD.dtype)
 
 
 _losses.defvjp(_losses_fwd, _losses_bwd)
@@ -250,8 +254,9 @@ def _replaced_fwd(rule: LogitRule, owners, hidden_TD, head_VD, targets, weights,
 
 
 def _replaced_bwd(rule, owners, residuals, cotangent_T):
+    del rule  # unused
     slope_TD, counts, exponent, slope_TC, hidden_TD, row_adapter, values_DC = residuals
-    (hidden_bar, *_) = _losses_bwd(rule, (slope_TD, counts, exponent), cotangent_T)
+    hidden_bar = scaled_slope(slope_TD, counts, exponent, cotangent_T)
     slope_TC = jnp.where(counts[:, None], slope_TC * jnp.ldexp(cotangent_T, exponent)[:, None], 0.0)
     values_bar = value_gradients(hidden_TD, slope_TC, owners, row_adapter, counts).astype(values_DC.dtype)
     return hidden_bar, None, None, None, values_bar, None
@@ -304,8 +309,8 @@ def _divergences_fwd(rule: LogitRule, hidden_TD, teacher_TD, head_VD, weights, b
 
 
 def _divergences_bwd(rule, residuals, cotangent_T):
-    (hidden_bar, *_) = _losses_bwd(rule, residuals, cotangent_T)
-    return hidden_bar, None, None, None, None, None
+    del rule  # unused
+    return scaled_slope(*residuals, cotangent_T), None, None, None, None, None
 
 
 _divergences.defvjp(_divergences_fwd, _divergences_bwd)
@@ -331,37 +336,44 @@ def _no_losses(hidden_TD: jax.Array) -> jax.Array:
 
 
 def _over_chunks(
-    function,
-    rule: LogitRule,
-    hidden_TD,
-    head_VD,
-    rows: _Rows,
-    out: tuple[jax.Array, ...],
-    extra: Any = None,
+    function, rule: LogitRule, hidden_TD, head_VD, rows: _Rows, out: tuple[jax.Array, ...], extra: Any = None
 ) -> tuple[jax.Array, ...]:
-    """Applies `function(logits, rows)` to chunks of weighted rows and scatters its per-row results into `out`.
-
-    Args:
-        extra: more arrays with one entry per row; `function` then gets (rows, extra).
-    """
-    T, c = hidden_TD.shape[0], rule.rows
-    pad = -T % c
+    """`over_chunks` of weighted rows. With `extra`, more arrays with an entry per row, it gets (rows, extra)."""
     counts = rows.weights != 0
     # Stable sort: weighted rows come first in their order, so sums do not depend on the rows between them.
-    order = jnp.pad(jnp.argsort(~counts, stable=True), (0, pad), constant_values=T)
-    by_row = rows if extra is None else (rows, extra)
+    order, by_row = jnp.argsort(~counts, stable=True), rows if extra is None else (rows, extra)
+    return over_chunks(function, rule, hidden_TD, head_VD, by_row, order, (0, num_chunks(rule, counts)), out)
+
+
+def num_chunks(rule: LogitRule, counts: jax.Array) -> jax.Array:
+    """Chunks that the rows that count fill."""
+    return (counts.sum(dtype=jnp.int32) + rule.rows - 1) // rule.rows
+
+
+def over_chunks(
+    function: Callable, rule: LogitRule, hidden_TD, head_VD, by_row: Any, order: jax.Array, chunks: tuple[Any, Any],
+    out: Any,
+) -> Any:  # fmt: skip
+    """Applies `function(logits, rows)` to chunks of rows in an order and scatters its results into `out`.
+
+    Args:
+        by_row: arrays with one entry per row.
+        order: of all rows.
+        chunks: first chunk and end.
+    """
+    T, c = hidden_TD.shape[0], rule.rows
+    order = jnp.pad(order, (0, -T % c), constant_values=T)
 
     def step(i, out):
-        rows = lax.dynamic_slice_in_dim(order, i * c, c)
-        take = partial(jnp.take, indices=rows, axis=0, mode="clip")
+        numbers = lax.dynamic_slice_in_dim(order, i * c, c)
+        take = partial(jnp.take, indices=numbers, axis=0, mode="clip")
         # The transpose is fused into the product here. Before the loop, XLA would copy the whole table for every
         # microbatch.
         logits_cV = rule.logits(product(take(hidden_TD), head_VD.T))
-        chunks = function(logits_cV, jax.tree.map(take, by_row))
-        return tuple(buffer.at[rows].set(chunk, mode="drop") for buffer, chunk in zip(out, chunks, strict=True))
+        results = function(logits_cV, jax.tree.map(take, by_row))
+        return tuple(buffer.at[numbers].set(result, mode="drop") for buffer, result in zip(out, results, strict=True))
 
-    num_chunks = (counts.sum(dtype=jnp.int32) + c - 1) // c
-    return lax.fori_loop(0, num_chunks, step, out)
+    return lax.fori_loop(*chunks, step, out)
 
 
 def _weight_by_token(piece: _Rows, nll_c: jax.Array) -> jax.Array:

@@ -9,7 +9,6 @@ Dims: `T` packed tokens · `D` model width · `V` vocabulary · `K` targets · `
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
-from lorafusion_jax.objective.loss import LogitRule, sum_by
+from lorafusion_jax.objective.loss import LogitRule, num_chunks, over_chunks, scaled_slope, sum_by
 from lorafusion_jax.objective.replaced_rows import product
 from lorafusion_jax.objective.rows import NO_ROW, SEQUENCE, position_terms
 
@@ -83,9 +82,9 @@ def _logprobs_of(rule: LogitRule, hidden_TD, head_VD, targets_TK, counts) -> Arr
         return (_at_targets(rule, logits_cV, targets_cK) - rule.log_sum(logits_cV)[:, None],)
 
     order = jnp.argsort(~counts, stable=True)
-    chunks = 0, _num_chunks(rule, counts)
+    chunks = 0, num_chunks(rule, counts)
     out = (jnp.zeros(targets_TK.shape, jnp.float32),)
-    (logprobs_TK,) = _over_chunks(logprobs, rule, hidden_TD, head_VD, (targets_TK,), order, chunks, out)
+    (logprobs_TK,) = over_chunks(logprobs, rule, hidden_TD, head_VD, (targets_TK,), order, chunks, out)
     return jnp.where(counts[:, None], logprobs_TK, 0.0)
 
 
@@ -125,9 +124,9 @@ def _losses_fwd(rule: LogitRule, hidden_TD, head_VD, rows, sequence_T):
     learned = rows.learned & has_row
     # Stable, by classes: positions with a gradient, those without, those without a row.
     order = jnp.argsort(jnp.where(learned, 0, jnp.where(has_row, 1, 2)), stable=True)
-    ends = _num_chunks(rule, learned), _num_chunks(rule, has_row)
+    ends = num_chunks(rule, learned), num_chunks(rule, has_row)
     out = jnp.zeros(T, jnp.float32), jnp.zeros((T, K), jnp.float32), jnp.zeros(T, jnp.int32), jnp.zeros_like(hidden_TD)
-    run = partial(_over_chunks, rule=rule, hidden_TD=hidden_TD, head_VD=head_VD, by_row=(rows, sequence_T), order=order)
+    run = partial(over_chunks, rule=rule, hidden_TD=hidden_TD, head_VD=head_VD, by_row=(rows, sequence_T), order=order)
     losses_T, logprobs_TK, exponent, slope_TD = run(learn, chunks=(0, ends[0]), out=out)
     (logprobs_TK,) = run(look, chunks=ends, out=(logprobs_TK,))
     logprobs_TK = jnp.where(has_row[:, None], logprobs_TK, 0.0)
@@ -136,48 +135,11 @@ def _losses_fwd(rule: LogitRule, hidden_TD, head_VD, rows, sequence_T):
 
 def _losses_bwd(rule, residuals, cotangents):
     del rule  # unused: the gradient is ready
-    slope_TD, learned, exponent = residuals
     cotangent_T, _ = cotangents
-    factor_T1 = jnp.ldexp(cotangent_T, exponent)[:, None]
-    hidden_bar = jnp.where(learned[:, None], slope_TD.astype(jnp.float32) * factor_T1, 0.0).astype(slope_TD.dtype)
-    return hidden_bar, None, None, None
+    return scaled_slope(*residuals, cotangent_T), None, None, None
 
 
 _losses.defvjp(_losses_fwd, _losses_bwd)
-
-
-def _num_chunks(rule: LogitRule, counts: Array) -> Array:
-    return (counts.sum(dtype=jnp.int32) + rule.rows - 1) // rule.rows
-
-
-def _over_chunks(
-    function: Callable,
-    rule: LogitRule,
-    hidden_TD,
-    head_VD,
-    by_row: Any,
-    order: Array,
-    chunks: tuple[Any, Any],
-    out: Any,
-) -> Any:
-    """Applies `function(logits, rows)` to chunks of rows in an order and scatters its results into `out`.
-
-    Args:
-        by_row: arrays with one entry per row.
-        order: of all rows.
-        chunks: first chunk and end.
-    """
-    T, c = hidden_TD.shape[0], rule.rows
-    order = jnp.pad(order, (0, -T % c), constant_values=T)
-
-    def step(i, out):
-        numbers = lax.dynamic_slice_in_dim(order, i * c, c)
-        take = partial(jnp.take, indices=numbers, axis=0, mode="clip")
-        logits_cV = rule.logits(product(take(hidden_TD), head_VD.T))  # transposed here, see `token_losses`
-        chunks = function(logits_cV, jax.tree.map(take, by_row))
-        return tuple(buffer.at[numbers].set(chunk, mode="drop") for buffer, chunk in zip(out, chunks, strict=True))
-
-    return lax.fori_loop(*chunks, step, out)
 
 
 def _local_targets(rule: LogitRule, logits_cV: Array, targets_cK: Array) -> tuple[Array, Array]:
