@@ -91,14 +91,60 @@ def find_layers(
     Raises:
         ConfigError: `lora.unsupported-linear`, a module of a listed class is not one product with its weight.
     """
-    noted: dict[tuple[tuple[str, ...], str], LinenLayer] = {}
-    watched: dict[tuple[str, ...], tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
-    problems: dict[tuple[str, ...], str] = {}
     params = nn.meta.unbox(variables)["params"]
+    seen = _Seen(params)
 
-    def note(module: nn.Module, weight: str, x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
+    def run(variables: Any, *args: Any) -> Any:
+        interceptor = intercept(
+            kinds, lambda module: _is_of(params, module), seen.note, axes={}, watch=seen.watch, otherwise=seen.refuse
+        )
+        with traced_anew(), interceptor:
+            return model.apply(variables, *args, mutable=True, **options)
+
+    variables = {name: tree for name, tree in variables.items() if name != "LoRAParam"}
+    jaxpr = jax.make_jaxpr(run)(variables, *args).jaxpr
+    weight_names = {".".join((*scope, weight)) for scope, weight in seen.layers}
+    leaves = {number: name for number, name in leaf_names(variables).items() if name in weight_names}
+    read = read_elsewhere(jaxpr, leaves)
+    tables = [shape for module, shapes in seen.modules.values() if is_embedding(module) for shape in shapes.values()]
+    layers = _named_layers([*seen.layers.values()], tables, heads)
+    scopes = {layer.scope for layer in layers}
+    others = [
+        OtherModule(
+            path=path,
+            kind=type(module).__name__,
+            why=_why(module, list(left_out), seen.problems.get(path), adapted=path in scopes),
+            is_table=_is_table(module, left_out),
+        )
+        for path, (module, shapes) in seen.modules.items()
+        if (left_out := _left_out(module, shapes, [layer.weight for layer in layers if layer.scope == path]))
+        and _is_of(params, module)
+    ]
+    read_layers = frozenset(layer.name for layer in layers if ".".join((*layer.scope, layer.weight)) in read)
+    return Ran(layers=layers, others=others, read=read_layers)
+
+
+class _Seen:
+    """What a traced call of a model shows.
+
+    Attributes:
+        layers: by scope and weight, in order.
+        modules: those with matrices, with their shapes by name.
+        problems: why a module of a listed class takes no LoRA.
+    """
+
+    def __init__(self, params: Any):
+        self._params = params
+        self.layers: dict[tuple[tuple[str, ...], str], LinenLayer] = {}
+        self.modules: dict[tuple[str, ...], tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
+        self.problems: dict[tuple[str, ...], str] = {}
+
+    def note(
+        self, module: nn.Module, weight: str, x: Array, w: Array, inside: tuple[int, ...], result: Result
+    ) -> Array:
+        """Notes a product with a weight, and computes it."""
         path = tuple(module.path)
-        stored = getattr(_subtree(params, path).get(weight), "shape", ())
+        stored = getattr(_subtree(self._params, path).get(weight), "shape", ())
         stack, experts = tuple(stored[: len(stored) - w.ndim]), result.experts
         if stored[len(stack) :] != w.shape:
             why = f"its weight {list(stored)} is cut into {list(w.shape)}, not along its first axes"
@@ -114,50 +160,23 @@ def find_layers(
             kind=type(module).__name__,
             parts=len(result.part),
         )
-        if result.part and noted.setdefault((path, weight), layer) != layer:
+        if result.part and self.layers.setdefault((path, weight), layer) != layer:
             why = f"its call sums over other axes of {weight}[{result.part[0]}] than of the parts before"
             raise unsupported_linear(".".join(path), why)
-        noted[path, weight] = layer
+        self.layers[path, weight] = layer
         w = w if isinstance(w, StoredWeight) else marked(w, ".".join((*path, weight)))
         return frozen_multiply(x, w, inside, result)
 
-    def watch(module: nn.Module) -> None:
+    def watch(self, module: nn.Module) -> None:
+        """Notes the matrices of a module."""
         module_params = params_of(module)
         shapes = {name: _shape(nn.meta.unbox(module_params[name])) for name in matrices_of(module_params)}
         if shapes:
-            watched.setdefault(tuple(module.path), (module, shapes))
+            self.modules.setdefault(tuple(module.path), (module, shapes))
 
-    def refuse(module: nn.Module, problem: Exception) -> None:
-        problems[tuple(module.path)] = getattr(problem, "why", "") or str(problem)
-
-    def run(variables: Any, *args: Any) -> Any:
-        interceptor = intercept(
-            kinds, lambda module: _is_of(params, module), note, axes={}, watch=watch, otherwise=refuse
-        )
-        with traced_anew(), interceptor:
-            return model.apply(variables, *args, mutable=True, **options)
-
-    variables = {name: tree for name, tree in variables.items() if name != "LoRAParam"}
-    jaxpr = jax.make_jaxpr(run)(variables, *args).jaxpr
-    weight_names = {".".join((*scope, weight)) for scope, weight in noted}
-    leaves = {number: name for number, name in leaf_names(variables).items() if name in weight_names}
-    read = read_elsewhere(jaxpr, leaves)
-    tables = [shape for module, shapes in watched.values() if is_embedding(module) for shape in shapes.values()]
-    layers = _named_layers([*noted.values()], tables, heads)
-    scopes = {layer.scope for layer in layers}
-    others = [
-        OtherModule(
-            path=path,
-            kind=type(module).__name__,
-            why=_why(module, list(left_out), problems.get(path), adapted=path in scopes),
-            is_table=_is_table(module, left_out),
-        )
-        for path, (module, shapes) in watched.items()
-        if (left_out := _left_out(module, shapes, [layer.weight for layer in layers if layer.scope == path]))
-        and _is_of(params, module)
-    ]
-    read_layers = frozenset(layer.name for layer in layers if ".".join((*layer.scope, layer.weight)) in read)
-    return Ran(layers=layers, others=others, read=read_layers)
+    def refuse(self, module: nn.Module, problem: Exception) -> None:
+        """Notes why a module takes no LoRA."""
+        self.problems[tuple(module.path)] = getattr(problem, "why", "") or str(problem)
 
 
 def _named_layers(
