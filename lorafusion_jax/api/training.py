@@ -371,15 +371,15 @@ def _start(session: Session, name: str, adapter: Mapping[str, Any]) -> Task:
     return task
 
 
-def _no_place(rank: int, refusal: str) -> RunError:
+def _no_place(rank: int, why_none: str) -> RunError:
     """What to say where an adapter has no place.
 
     Args:
-        refusal: why no place of the session would do; empty: all that would are taken.
+        why_none: why no place of the session would do; empty: all that would are taken.
     """
     message, fix = f"no place for an adapter of rank {rank}.", f"training_client(…, places={{{rank}: 2}})"
-    why = refusal or "all places that fit are taken"
-    return RunError("session.place", message, why=why, fix=fix if refusal else f"close a client, or {fix}")
+    why = why_none or "all places that fit are taken"
+    return RunError("session.place", message, why=why, fix=fix if why_none else f"close a client, or {fix}")
 
 
 def _listed(data: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from lorafusion_jax.families.quantised import UnknownFormat, format_name, packed
 from lorafusion_jax.families.read_experts import read_experts
 from lorafusion_jax.families.read_mixers import read_delta_net, read_latent, read_mixer
 from lorafusion_jax.families.read_rope import read_ropes
-from lorafusion_jax.families.refused import refusal
+from lorafusion_jax.families.refused import why_refused
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import family_named, find_families, known_models
 from lorafusion_jax.weights.packed import Packed
@@ -43,7 +43,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
         raw |= {"final_logit_softcapping": None}
     different = _names_of_whole(root, wrapper)
     name = _family(raw, malformed, different, unsupported)
-    if name is None and not malformed and not different and (reason := refusal(raw)):
+    if name is None and not malformed and not different and (reason := why_refused(raw)):
         unsupported[:] = [reason]  # what else is unknown here follows from it
         return None
     family = Family(architectures=()) if name is None else family_named(name)

@@ -53,7 +53,7 @@ REFUSED = (
 )  # fmt: skip
 
 
-def refusal(raw: Mapping[str, Any]) -> str | None:
+def why_refused(raw: Mapping[str, Any]) -> str | None:
     """Says why the model of a config.json is refused, or returns None if its family is none of these."""
     names = raw.get("architectures") or [raw.get("model_type")]
     for family in REFUSED:

@@ -158,7 +158,7 @@ class JoiningReferences:
             self._emit(PhaseBegun(text=f"preparing the references of {', '.join(joining.names)}"))
             return None
         if joining.failed is not None:
-            raise _refusal(joining.failed, joining.names)
+            raise _joining_error(joining.failed, joining.names)
         return joining.made
 
     def agree(self, config: JobConfig) -> None:
@@ -208,7 +208,7 @@ class JoiningReferences:
             return {}
         self._slot, joining = slot, self._joining[request]
         if (problem := joining.opened.exception()) is not None:  # waits
-            raise _refusal(problem, joining.names)
+            raise _joining_error(problem, joining.names)
         if joining.made is None:
             self._enter(request, joining)
             self._session.references.complete(request)
@@ -283,7 +283,7 @@ def _rows(config: JobConfig) -> list[dict[str, Any]]:
     return [adapter.model_dump(mode="json") for adapter in config.adapters]
 
 
-def _refusal(problem: BaseException, names: Sequence[str]) -> BaseException:
+def _joining_error(problem: BaseException, names: Sequence[str]) -> BaseException:
     if not isinstance(problem, Exception) or not is_of_devices(problem):
         return problem
     return RunError(CODE, WHAT.format(", ".join(names)), why=str(problem).partition("\n")[0])

@@ -296,7 +296,7 @@ def test_a_hole_in_the_numbers_is_named(model, monkeypatch):
 
 
 def test_a_request_that_never_comes_fails_after_a_while(model, monkeypatch):
-    """The SDK has used its number where it cannot write it, and its later requests would wait for ever."""
+    """The SDK has used its number where it cannot write it, and its later requests would never be answered."""
     before = losses(model)  # request 1
     late = [model.rows(ROWS, seq=4), model.step(seq=6)]
     monkeypatch.setattr(log, "GAP_S", 0.3)

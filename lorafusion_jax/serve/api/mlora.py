@@ -467,9 +467,9 @@ def _read(connection: Connection, kind: str, name: Any) -> dict[str, Any] | None
     return connection.scalar(query)
 
 
-def _add(connection: Connection, kind: str, name: str, value: dict[str, Any], refusal: str) -> None:
+def _add(connection: Connection, kind: str, name: str, value: dict[str, Any], message: str) -> None:
     if _read(connection, kind, name) is not None:
-        raise Refused(refusal)
+        raise Refused(message)
     connection.execute(t.mlora.insert().values(kind=kind, name=name, value=value))
 
 
