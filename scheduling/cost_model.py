@@ -235,7 +235,6 @@ def fit_cost_model(
     measurements: Iterable[Measurement],
     *,
     update_s: float = 0.0,
-    transfer_s: float = 0.0,
     transfer_token_s: float = 0.0,
     source: str = "measured",
 ) -> CostModel:
@@ -261,7 +260,6 @@ def fit_cost_model(
             StageCost(forward=fits[stage, "forward"], backward=fits[stage, "backward"], update_s=update_s)
             for stage in range(len(stages))
         ),
-        transfer_s=transfer_s,
         transfer_token_s=transfer_token_s,
         source=source,
     )

@@ -83,7 +83,6 @@ def default_cost_parts(
     hidden_size: int,
     attention_width: int | None = None,
     mlp_width: int | None = None,
-    loss_share: float = 1.0,
 ) -> CostParts:
     """Predicts the costs of a layer and of the head from the device's rates.
 
@@ -96,7 +95,6 @@ def default_cost_parts(
         table_parameters: D · V.
         attention_width: heads · head width (None: hidden_size).
         mlp_width: F (None: 3.5 · hidden_size).
-        loss_share: share of rows that have a target; the others skip the head.
 
     Raises:
         PlanError: unknown device; the message lists the known ones.
@@ -111,7 +109,7 @@ def default_cost_parts(
     square_s = 2 * (hidden_size if attention_width is None else attention_width) / rates.attention_flops
     forward = PassCost(fixed_s=rates.fixed_tokens * token_s, token_s=token_s, square_s=square_s)
     backward = PassCost(fixed_s=rates.fixed_tokens * token_s, token_s=token_s, square_s=2.5 * square_s)
-    head = PassCost(token_s=4 * table_parameters * loss_share / rates.gemm_flops)
+    head = PassCost(token_s=4 * table_parameters / rates.gemm_flops)
     return CostParts(
         layer=StageCost(forward=forward, backward=backward, update_s=rates.fixed_tokens * token_s / 5),
         head=StageCost(forward=head, backward=PassCost()),

@@ -107,17 +107,11 @@ def orpo_loss(sample: Sample, options: ORPOOptions) -> tuple[Any, dict[str, Any]
     log_odds_2 = mean_2 - jnp.log(-jnp.expm1(jnp.minimum(mean_2, -1e-7)))
     ratio = log_odds_2[0] - log_odds_2[1]
     nll = sample.nll[0] * sample.token_weight[0]
-    rewards = options.beta * mean_2
-    metrics = {
-        "rewards/chosen": rewards[0],
-        "rewards/rejected": rewards[1],
-        "rewards/margins": rewards[0] - rewards[1],
-        "rewards/accuracies": rewards[0] > rewards[1],
+    metrics = _metrics(sample, options.beta * mean_2) | {
         "logps/chosen": mean_2[0],
         "logps/rejected": mean_2[1],
         "log_odds_ratio": jax.nn.log_sigmoid(ratio),
         "log_odds_chosen": ratio,
-        "nll_loss": nll,
     }
     return nll - options.beta * jax.nn.log_sigmoid(ratio), metrics
 

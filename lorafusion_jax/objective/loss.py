@@ -182,11 +182,7 @@ def _losses_fwd(rule: LogitRule, hidden_TD, head_VD, targets, weights):
 
     def loss_and_slope(logits_cV, piece):
         rows, mantissa = piece
-        log_sum = rule.log_sum(logits_cV)
-        losses_c = _weight_by_token(rows, log_sum - rule.target(logits_cV, rows.targets))
-        is_target = rule.is_target(logits_cV, rows.targets)
-        slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * mantissa[:, None]
-        slope_cV = rule.slope(slope_cV, logits_cV)
+        losses_c, slope_cV = _loss_and_slope(rule, logits_cV, rows, mantissa)
         slope_cD = product(slope_cV.astype(hidden_TD.dtype), head_VD)
         counts = (rows.weights != 0)[:, None]
         return losses_c, jnp.where(counts, slope_cD, 0.0).astype(hidden_TD.dtype)
@@ -198,9 +194,19 @@ def _losses_fwd(rule: LogitRule, hidden_TD, head_VD, targets, weights):
     return losses_T, (rule.whole(slope_TD), weights != 0, exponent)
 
 
+def _loss_and_slope(rule: LogitRule, logits_cV, rows: _Rows, mantissa) -> tuple[jax.Array, jax.Array]:
+    """The weighted losses, and the gradients of the products with the head, times the mantissa of the weight."""
+    log_sum = rule.log_sum(logits_cV)
+    losses_c = _weight_by_token(rows, log_sum - rule.target(logits_cV, rows.targets))
+    is_target = rule.is_target(logits_cV, rows.targets)
+    slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * mantissa[:, None]
+    return losses_c, rule.slope(slope_cV, logits_cV)
+
+
 def _losses_bwd(rule, residuals, cotangent_T):
     del rule  # unused: the gradient is ready
-    return scaled_slope(*residuals, cotangent_T), None, None, None
+    slope_TD, counts, exponent = residuals
+    return scaled_slope(slope_TD, counts, exponent, cotangent_T), None, None, None
 
 
 def scaled_slope(slope_TD: jax.Array, counts: jax.Array, exponent: jax.Array, cotangent_T: jax.Array) -> jax.Array:
@@ -232,11 +238,7 @@ def _replaced_fwd(rule: LogitRule, owners, hidden_TD, head_VD, targets, weights,
     def loss_and_slopes(logits_cV, piece):
         rows, (mantissa, hidden_c, adapter_c) = piece
         logits_cV, tokens_cC = _with_rows(rule, owners, logits_cV, hidden_c, adapter_c, values_DC)
-        log_sum = rule.log_sum(logits_cV)
-        losses_c = _weight_by_token(rows, log_sum - rule.target(logits_cV, rows.targets))
-        is_target = rule.is_target(logits_cV, rows.targets)
-        slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * mantissa[:, None]
-        slope_cV = rule.slope(slope_cV, logits_cV)
+        losses_c, slope_cV = _loss_and_slope(rule, logits_cV, rows, mantissa)
         mine = tokens_cC < logits_cV.shape[1]
         slope_cC = jnp.where(mine, jnp.take_along_axis(slope_cV, jnp.where(mine, tokens_cC, 0), 1), 0.0)
         slope_cV = slope_cV.at[jnp.arange(len(slope_cV))[:, None], tokens_cC].set(0.0, mode="drop")
@@ -310,7 +312,8 @@ def _divergences_fwd(rule: LogitRule, hidden_TD, teacher_TD, head_VD, weights, b
 
 def _divergences_bwd(rule, residuals, cotangent_T):
     del rule  # unused
-    return scaled_slope(*residuals, cotangent_T), None, None, None, None, None
+    slope_TD, counts, exponent = residuals
+    return scaled_slope(slope_TD, counts, exponent, cotangent_T), None, None, None, None, None
 
 
 _divergences.defvjp(_divergences_fwd, _divergences_bwd)

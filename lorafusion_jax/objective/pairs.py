@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from lorafusion_jax.objective.protocol import CellType, Learn, Segment
+from lorafusion_jax.objective.protocol import CellType, Segment
 
 COLUMNS, OPTIONAL = ("chosen", "rejected"), ("prompt", "system")
 STAND_INS: Mapping[str, tuple[str, ...]] = {"prompt": ("messages", "conversations")}
@@ -54,9 +54,7 @@ def chosen_and_rejected(row: Mapping[str, Any]) -> tuple[Segment, Segment]:
     return _pair(prompt, chosen, rejected, template=True)
 
 
-def prompt_and_answer(
-    name: str, prompt: Any, answer: Any, *, learn: Learn = "answer", template: bool = True, values: Mapping = {}
-) -> Segment:
+def prompt_and_answer(name: str, prompt: Any, answer: Any, *, template: bool = True, values: Mapping = {}) -> Segment:
     """Returns a segment of a prompt and an answer, each a text or a list of messages.
 
     Raises:
@@ -70,8 +68,8 @@ def prompt_and_answer(
         if not before:
             raise ValueError("it has no prompt")
         messages = [*before, *_messages(answer, "assistant")]
-        return Segment(name=name, messages=messages, prompt_messages=len(before), learn=learn, values=values)
-    return Segment(name=name, prompt=prompt or "", answer=answer, template=template, learn=learn, values=values)
+        return Segment(name=name, messages=messages, prompt_messages=len(before), values=values)
+    return Segment(name=name, prompt=prompt or "", answer=answer, template=template, values=values)
 
 
 def with_system(system: Any, prompt: Any, *answers: Any) -> tuple[Any, ...]:

@@ -136,7 +136,8 @@ def _losses_fwd(rule: LogitRule, hidden_TD, head_VD, rows, sequence_T):
 def _losses_bwd(rule, residuals, cotangents):
     del rule  # unused: the gradient is ready
     cotangent_T, _ = cotangents
-    return scaled_slope(*residuals, cotangent_T), None, None, None
+    slope_TD, counts, exponent = residuals
+    return scaled_slope(slope_TD, counts, exponent, cotangent_T), None, None, None
 
 
 _losses.defvjp(_losses_fwd, _losses_bwd)

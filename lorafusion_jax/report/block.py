@@ -17,6 +17,7 @@ COLUMNS = ("steps", "share", "loss", "metrics", "gnorm", "lr", "held-out", "spee
 DROPPED_FIRST = ("gnorm", "lr", "share", "metrics", "held-out", "speed")  # where the terminal is too narrow for all
 GAP = 2
 MOST_FAILURES = 5  # of many adapters
+MOST_IN_LINE = 6  # adapters of a line in a log
 
 
 @dataclass(slots=True)
@@ -114,9 +115,9 @@ def summary_lines(rows: Mapping[str, Row], width: int) -> list[Text]:
     return [Text("  ·  ".join(parts), no_wrap=True, overflow="ellipsis"), *adapter_lines(first, None, width)]
 
 
-def plain_state(rows: Mapping[str, Row], most_rows: int = 6) -> str:
+def plain_state(rows: Mapping[str, Row]) -> str:
     """The adapters in one line of a log; many adapters are summarised."""
-    if len(rows) <= most_rows:
+    if len(rows) <= MOST_IN_LINE:
         return "  |  ".join(f"{name} {_plain(row)}" for name, row in rows.items())
     num_done = sum(row.done for row in rows.values())
     num_failed = sum(bool(row.failure) for row in rows.values())

@@ -89,20 +89,15 @@ class Base:
             stage.replace_base(stage_weights)
 
 
-def load_stages(
-    config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec], later: JobConfig | None = None
-) -> list[Stage]:
+def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec]) -> list[Stage]:
     """Loads the base model, each stage's layers directly onto its devices. Does not start the adapters.
 
     All stages are in this process.
 
-    Args:
-        later: the job with all adapters that will join later, which must fit into memory.
-
     Raises:
         LoraFusionError: see `open_base`.
     """
-    base = open_base(config, prepared, specs, later)
+    base = open_base(config, prepared, specs)
     base.give(base.read(lambda size: None))
     return list(local_stages(base.stages).values())
 

@@ -105,12 +105,12 @@ class Parts:
         """Returns the shapes of the frozen tensors of a layer of one kind, or of a half layer."""
         return self.model.kinds[layer_kind].frozen_shapes(half)
 
-    def stored_shapes(self, half: Half | None = None, layer_kind: int = 0) -> dict[str, Any]:
+    def stored_shapes(self, *, layer_kind: int = 0) -> dict[str, Any]:
         """Like `frozen_shapes`, as stored: for a quantised kernel, shapes by the names of its arrays."""
-        kind, shapes = stored_kind(self.quantize), dict[str, Any](self.frozen_shapes(half, layer_kind))
+        kind, shapes = stored_kind(self.quantize), dict[str, Any](self.frozen_shapes(None, layer_kind))
         if kind is None:
             return shapes
-        for linear in self.model.kinds[layer_kind].linears_of(half):
+        for linear in self.model.kinds[layer_kind].linears:
             arrays = kind.of(linear.experts).arrays(*linear.kernel_shape)
             shapes[f"{linear.path}.kernel"] = {leaf: spec.shape for leaf, spec in arrays.items()}
         return shapes

@@ -87,14 +87,7 @@ class ExportQueue:
         Args:
             read_weights: reads its weights (None: reads the current weights).
         """
-        name, step = adapter.name, adapter.step
-        export = self._export(adapter, read_weights, failure=adapter.failure)
-
-        def on_done(written: Path | Problem | None) -> None:
-            if isinstance(written, Problem):
-                self._report_failure(name, step, slots_done, written)
-
-        self._queue.submit(partial(_run, export), on_done)
+        self._submit_quietly(adapter, slots_done, self._export(adapter, read_weights, failure=adapter.failure))
 
     def submit(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Queues the folder of an adapter that has ended. `poll` reports when it is complete."""
@@ -113,8 +106,10 @@ class ExportQueue:
 
     def submit_best(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Queues the folder of the current step, to which `best` links then. Only errors are reported."""
+        self._submit_quietly(adapter, slots_done, self._export(adapter, best=True))
+
+    def _submit_quietly(self, adapter: AdapterProgress, slots_done: int, export: AdapterExport) -> None:
         name, step = adapter.name, adapter.step
-        export = self._export(adapter, best=True)
 
         def on_done(written: Path | Problem | None) -> None:
             if isinstance(written, Problem):
