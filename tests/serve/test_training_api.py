@@ -574,6 +574,28 @@ def test_checkpoints_start_models_and_belong_to_their_owner(model, service):
     wait_for(lambda: not list(folder.glob("train-0/*")))
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rank": 2}, "rank of the checkpoint is 2, and of the model 4"),
+        ({"train_mlp": False}, "train_mlp of the checkpoint is False"),
+    ],
+)
+def test_a_state_of_another_shape_is_the_mistake_of_a_client(model, service, change, text):
+    config = {"rank": 4, "seed": 1} | change
+    body = {"session_id": model.session, "model_seq_id": 1, "base_model": "tiny", "lora_config": config}
+    other = Model.__new__(Model)
+    other.service, other.owner, other.seq, other.session = service, "ana", 0, model.session
+    other.id = model.ask("/create_model", body)[1]["model_id"]
+    path = other.result(save(other, "save_weights", "first"))["path"]
+    before = losses(model)
+    load = {"model_id": model.id, "seq_id": model.number(None), "path": path, "optimizer": True}
+    answer = model.result(model.ask("/load_weights", load))
+    assert (answer["category"], text in answer["error"]) == ("user", True)
+    assert losses(model) == before
+    model.ask("/unload_model", {"model_id": other.id})
+
+
 def test_a_model_that_cannot_be_made_again_ends(tmp_path, tiny_base, monkeypatch):
     """Its client has been told of gradients that it would not have."""
     monkeypatch.setattr(BigramProcess, "save_every", 1000)

@@ -11,6 +11,7 @@ from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.tinker.access import PREFIX, InTurn, Reader, ServiceOf, StreamsOf, Writer
 from lorafusion_jax.serve.tinker.checkpoints import find_checkpoint, get_checkpoint
 from lorafusion_jax.serve.tinker.futures import Row
+from lorafusion_jax.serve.tinker.log import find_model
 from lorafusion_jax.serve.tinker.requests import (
     CHECKPOINT,
     LONGEST_TTL,
@@ -90,7 +91,8 @@ def load_weights(body: LoadWeights, service: ServiceOf, streams: StreamsOf, owne
         return accept_call(service, streams, owner, body.model_id, body.seq_id, "load_weights", values=body.mistake)
     with service.db.read() as connection:
         row = find_checkpoint(connection, body.path, owner.sees)
-    mistake = _refuse_load(body, row)
+        model = None if body.model_id is None else find_model(connection, body.model_id, owner.sees)
+    mistake = _refuse_load(body, row, model)
     if body.session_id is not None and body.model_seq_id is not None:
         config = {} if row is None else row["config"]
         base = "" if row is None else row["base"]
@@ -111,7 +113,7 @@ def load_weights(body: LoadWeights, service: ServiceOf, streams: StreamsOf, owne
     return accept_call(service, streams, owner, body.model_id, body.seq_id, "load_weights", values=values)
 
 
-def _refuse_load(body: LoadWeights, row: Row | None) -> str:
+def _refuse_load(body: LoadWeights, row: Row | None, model: Row | None) -> str:
     if body.weights_access_token is not None:
         return "tokens of other accounts are not served; checkpoints are their owner's only"
     if row is None:
@@ -122,6 +124,10 @@ def _refuse_load(body: LoadWeights, row: Row | None) -> str:
         return f"the checkpoint is of the base {row['base']}, not of {str(body.base_model)[:200]}"
     if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
         return f"the optimizer {body.optimizer_config.type[:100]} is not served; there is adamw"
+    for key in ("rank", "train_mlp", "train_attn") if model is not None else ():
+        if row["config"][key] != model["config"][key]:
+            its, other = row["config"][key], model["config"][key]
+            return f"{key} of the checkpoint is {its}, and of the model {other}; make a model from the state instead"
     return ""
 
 
