@@ -16,6 +16,7 @@ from training_service import TrainingService
 
 from lorafusion_jax.serve.api.completion_bodies import ChatBody
 from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.keys import add_key, revoke_key
 
 LONG = "the law, the law, the law"
 
@@ -197,6 +198,21 @@ def test_a_client_that_leaves_ends_its_completion(service):
     future = json.loads(answer.readline().removeprefix(b"data: "))["id"].removeprefix("cmpl-")
     answer.close()
     wait_for(lambda: future in BigramProcess.cancelled)
+
+
+def test_a_stream_ends_with_its_key(service):
+    """Also one whose parts follow each other without a pause."""
+    with service.db.write() as connection:
+        name, key = add_key(connection, "eve")
+    body = json.dumps(text("one two three", max_tokens=10**6, stream=True)).encode()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{service.url}/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert b"choices" in answer.readline()
+        with service.db.write() as connection:
+            revoke_key(connection, name)
+        last = [line for line in answer.read().split(b"\n\n") if line][-1]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "api.key"
 
 
 def test_without_a_worker_it_says_so(start_service, tmp_path, tiny_base):

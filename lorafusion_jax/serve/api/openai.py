@@ -22,7 +22,7 @@ from lorafusion_jax.serve.api.access import AdaptersRead, Service, ServiceOf
 from lorafusion_jax.serve.api.completion_bodies import Body, ChatBody, CompletionBody
 from lorafusion_jax.serve.api.completion_texts import CHAT, TEXT, Shape, Written
 from lorafusion_jax.serve.api.problems import ApiError, answer_problem
-from lorafusion_jax.serve.control.completions import Completion
+from lorafusion_jax.serve.control.completions import LOOK_S, Completion
 from lorafusion_jax.serve.refusals import Problem, completed
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.keys import Owner
@@ -143,6 +143,7 @@ async def _start(service: Service, base: str, folder: str | None, values: dict[s
 
 async def _events(completion: Completion, request: Request, service: Service, owner: Owner) -> AsyncIterator[Row]:
     """What the worker tells, until it has told all. Ends early where the client is gone or its key is revoked."""
+    looked = time.monotonic()
     while not completion.is_done:
         try:
             event = await service.controller.completions.next(completion)
@@ -151,10 +152,13 @@ async def _events(completion: Completion, request: Request, service: Service, ow
             completion.is_done = True
         if event is not None:
             yield event
-        elif not service.access.is_valid(owner):
+            if completion.is_done or time.monotonic() - looked < LOOK_S:  # else also while one follows the other
+                continue
+        looked = time.monotonic()
+        if not service.access.is_valid(owner):
             yield {"error": {"code": "api.key", "what": "the key is not valid any more."}}
             return
-        elif await request.is_disconnected():
+        if await request.is_disconnected():
             yield {"error": {"code": "api.slow", "what": "the client is gone."}}
             return
 
