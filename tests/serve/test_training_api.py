@@ -406,6 +406,25 @@ def test_a_silent_client_gives_its_place_up_and_comes_back(service, monkeypatch)
     model.ask(f"/sessions/{model.session}/finish", {})
 
 
+@pytest.mark.parametrize("hours", [2, -2])
+def test_nobody_is_judged_by_a_clock_that_was_set(tmp_path, tiny_base, monkeypatch, hours):
+    """A client has not been silent for an hour because the machine slept, or its clock was wrong."""
+    service = TrainingService(tmp_path / "home", tiny_base)
+    try:
+        model = Model(service)
+        before = losses(model)  # request 1
+        late, clock = model.rows(ROWS, seq=3), time.time
+        service.streams.look()
+        monkeypatch.setattr(time, "time", lambda: clock() + 3600 * hours)
+        until = time.monotonic() + 2.5  # two looks and more
+        wait_for(lambda: time.monotonic() > until)
+        assert state_of(service, model) == "running"
+        assert model.result(model.rows(ROWS, seq=2))[1]["loss:sum"] == pytest.approx(before)
+        assert model.result(late)[1]["loss:sum"] == pytest.approx(before)
+    finally:
+        service.close()
+
+
 def test_what_was_accepted_survives_a_killed_server_and_worker(tmp_path, tiny_base):
     """The end is that of a service that nobody has killed."""
     service = TrainingService(tmp_path / "home", tiny_base, lease_s=1.0)

@@ -31,6 +31,7 @@ from lorafusion_jax.serve.tinker.bodies import Receiver
 from lorafusion_jax.serve.tinker.futures import SERVER, USER, Row, Waiters
 from lorafusion_jax.serve.tinker.log import (
     ALIVE_S,
+    GAP_S,
     find_model,
     find_request,
     forget_request,
@@ -45,6 +46,7 @@ from lorafusion_jax.serve.tinker.log import (
 from lorafusion_jax.serve.wire import Message
 
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
+JUMP_S = 30.0  # by which the clock of the machine is set, or which it sleeps; less is not seen
 LOOK_S = 1.0  # between two looks at sessions and futures whose time is over
 IS_CHECKPOINT = t.removals.c.path.startswith("checkpoints/")
 log = logging.getLogger("lorafusion.control")
@@ -72,7 +74,8 @@ class Streams:
         self._unneeded: deque[str] = deque()  # files to remove then
         self.reads: deque[str] = deque()
         self.deleted: deque[tuple[str, str]] = deque(maxlen=1000)
-        self._looked = 0.0
+        self._looked, self._judges_from = 0.0, 0.0
+        self._clock = time.time() - time.monotonic()
 
     def attach(self, hub: Hub) -> None:
         """Names the connections to workers."""
@@ -248,12 +251,14 @@ class Streams:
         if time.monotonic() - self._looked < LOOK_S:
             return
         self._looked = time.monotonic()
+        judges = self._judges()
         reads = [self.reads.popleft() for _ in range(len(self.reads))]
         with self.db.read() as connection:
             leaving, returning, over = _models_to_change(connection)
+            leaving = leaving if judges else []
             overdue = connection.execute(select(t.api_futures.c.id).where(t.api_futures.c.until < time.time()).limit(1))
             has_expired = overdue.first() is not None or bool(checkpoints.count_expired(connection))
-            weights, gaps = self._weights(connection), overdue_requests(connection)
+            weights, gaps = self._weights(connection), overdue_requests(connection) if judges else []
             postponed = set(connection.execute(select(t.removals.c.path).where(IS_CHECKPOINT)).scalars())
             unneeded = postponed - checkpoints.folders_in_use(connection) if postponed else set()
         if not (leaving or returning or over or reads or has_expired or weights or gaps or unneeded):
@@ -283,6 +288,15 @@ class Streams:
         for model, _ in skipped:
             self.push(model["job"])
         self.taken()
+
+    def _judges(self) -> bool:
+        """Whether the times of clients can be compared with now: not soon after the clock was set, or stood still."""
+        clock = time.time() - time.monotonic()
+        if abs(clock - self._clock) > JUMP_S:
+            log.warning("the clock has moved by %.0f s beside the time that has passed", clock - self._clock)
+            self._judges_from = time.monotonic() + GAP_S
+        self._clock = clock
+        return time.monotonic() >= self._judges_from
 
 
 def _models_to_change(connection: Connection) -> tuple[list[Row], list[Row], list[Row]]:
