@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from scheduling.serialize import SETTINGS, PlanContent, content_digest, content_from_json, content_to_json
+import numpy as np
+
+from scheduling.columns import Parts, SampleColumns
+from scheduling.serialize import SETTINGS, PlanContent, content_from_json, content_lines, lines_digest, lines_to_json
 from scheduling.types import AdapterJob, Layout, Limits, Slot
 
 
@@ -89,8 +92,27 @@ class Plan:
     @cached_property
     def tokens(self) -> int:
         """Real tokens in all slots, without padding."""
-        length = {job.name: job.sample_tokens for job in self.jobs}
-        return sum(length[ref.adapter][ref.sample] for slot in self.slots for ref in slot.samples)
+        return int(self.parts.tokens.sum())
+
+    @cached_property
+    def columns(self) -> SampleColumns:
+        """All its samples."""
+        return SampleColumns.of(self.slots, {job.name: number for number, job in enumerate(self.jobs)})
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What each adapter has in each microbatch."""
+        return Parts.of(self.columns, self.jobs)
+
+    @cached_property
+    def slot_adapters(self) -> list[tuple[str, ...]]:
+        """The adapters of each slot, in the order of their first samples."""
+        names: list[dict[str, None]] = [{} for _ in self.slots]
+        jobs: list[int] = self.parts.job.tolist()
+        slots: list[int] = self.parts.slot.tolist()
+        for job, slot in zip(jobs, slots, strict=True):
+            names[slot][self.jobs[job].name] = None
+        return [tuple(of_slot) for of_slot in names]
 
     @property
     def density(self) -> float:
@@ -120,23 +142,27 @@ class Plan:
 
     @cached_property
     def _batches_ending(self) -> list[tuple[int, str, int]]:
-        last: dict[tuple[str, int], int] = {}
-        due = {(name, batch): size for name, _ in self.stopped for batch, size in self.job_of[name].batch_sizes()}
-        for index, slot in enumerate(self.slots):
-            for ref in slot.samples:
-                batch = ref.adapter, ref.batch
-                last[batch] = index
-                if batch in due:
-                    due[batch] -= 1
-        return sorted((index, name, batch) for (name, batch), index in last.items() if not due.get((name, batch)))
+        names = [job.name for job in self.jobs]
+        sizes = {(name, batch): size for name, _ in self.stopped for batch, size in self.job_of[name].batch_sizes()}
+        last = self.columns.last_slots()
+        rank = np.argsort(np.argsort(np.array(names, object)))  # of the names
+        order = np.lexsort((last.batch, rank[last.job], last.slot))
+        jobs, batches, slots, counts = ([int(number) for number in column[order].tolist()] for column in last)
+        return [
+            (slot, names[job], batch)
+            for job, batch, slot, count in zip(jobs, batches, slots, counts, strict=True)
+            if sizes.get((names[job], batch), count) == count
+        ]
 
     @cached_property
     def digest(self) -> str:
         """sha256 of the content. Equal digests mean equal plans."""
-        return content_digest(self._content())
+        return lines_digest(content_lines(self._content()))
 
     def to_json(self) -> str:
         """Writes the plan as readable JSON: one line per slot, with schema version, digest and statistics."""
+        lines = content_lines(self._content())
+        self.__dict__.setdefault("digest", lines_digest(lines))  # of a million samples the lines take a second
         statistics = {
             "slots": self.num_slots,
             "noops": self.num_noops,
@@ -144,7 +170,7 @@ class Plan:
             "density": round(self.density, 6),
             "gap": round(self.gap, 6),
         }
-        return content_to_json(self._content(), self.digest, statistics)
+        return lines_to_json(lines, self.digest, statistics)
 
     @staticmethod
     def from_json(text: str) -> Plan:

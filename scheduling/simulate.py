@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from scheduling.cost_model import CostModel
 from scheduling.pipeline import Event, Program, one_forward_one_backward, play
 from scheduling.plan import Plan
@@ -64,22 +66,23 @@ def slot_squares(plan: Plan) -> list[int]:
     >>> slot_squares(make_plan([job], capacity_tokens=128, num_stages=1, tile_tokens=32)) == [64**2 + 32**2 + 32**2]
     True
     """
-    lengths = {job.name: job.sample_tokens for job in plan.jobs}
-    by_slot: list[int] = []
-    for slot, capacity in zip(plan.slots, plan.slot_capacities, strict=True):
-        squares = 0
-        for part in slot.replicas:
-            sizes = [lengths[ref.adapter][ref.sample] for ref in part]
-            padding = capacity - sum(sizes)  # the padding is its own segment
-            squares = max(squares, sum(size * size for size in sizes) + padding * padding)
-        by_slot.append(squares)
-    return by_slot
+    replicas = max((len(slot.replicas) for slot in plan.slots), default=1)
+    tokens, squares = np.zeros((2, plan.num_slots, replicas), np.int64)
+    parts = plan.parts
+    np.add.at(tokens, (parts.slot, parts.replica), parts.tokens)
+    np.add.at(squares, (parts.slot, parts.replica), parts.squares)
+    padding = np.array(plan.slot_capacities, np.int64)[:, None] - tokens  # it is its own segment
+    for slot, layout in enumerate(len(slot.replicas) for slot in plan.slots):
+        padding[slot, layout:] = 0
+    return (squares + padding * padding).max(axis=1, initial=0).tolist()
 
 
 def _loads(plan: Plan) -> list[_Load]:
     return [
-        _Load(capacity, squares, slot.adapters)
-        for slot, capacity, squares in zip(plan.slots, plan.slot_capacities, slot_squares(plan), strict=True)
+        _Load(capacity, squares, adapters)
+        for adapters, capacity, squares in zip(
+            plan.slot_adapters, plan.slot_capacities, slot_squares(plan), strict=True
+        )
     ]
 
 

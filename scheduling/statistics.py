@@ -78,7 +78,7 @@ class Limit:
 def plan_statistics(plan: Plan, cost_model: CostModel, *, timeline: Timeline | None = None) -> PlanStatistics:
     """Computes the statistics of a plan. Times come from the cost model, or from `timeline` if given."""
     timeline = simulate(plan, cost_model) if timeline is None else timeline
-    padding = _tile_padding(plan)
+    padding = int((-plan.parts.tokens % plan.tile_tokens).sum())
     return PlanStatistics(
         slots=plan.num_slots,
         microbatches=plan.num_slots - plan.num_noops,
@@ -103,13 +103,13 @@ def _adapters(plan: Plan, timeline: Timeline) -> tuple[AdapterStatistics, ...]:
         AdapterStatistics(
             name=job.name,
             samples=job.num_samples,
-            tokens=int(job.stream.sum()),
-            longest=int(job.stream.max()),
+            tokens=int(stream.sum()),
+            longest=int(stream.max()),
             steps=job.num_batches,
             finish_slot=last.get(job.name, 0),
             finish_s=timeline.finish_s.get(job.name, 0.0),
         )
-        for job in plan.jobs
+        for job, stream in ((job, job.stream) for job in plan.jobs)
     )
 
 
@@ -161,15 +161,3 @@ def _why_bubbles(plan: Plan) -> str:
     if alone > plan.num_stages:
         return f"waiting for updates: {last} runs alone in the last {alone} slots"
     return f"waiting for updates and uneven microbatches ({plan.num_noops} no-ops)"
-
-
-def _tile_padding(plan: Plan) -> int:
-    lengths = {job.name: job.sample_tokens for job in plan.jobs}
-    padding = 0
-    for slot in plan.slots:
-        for part in slot.replicas:
-            tokens: dict[str, int] = {}
-            for ref in part:
-                tokens[ref.adapter] = tokens.get(ref.adapter, 0) + lengths[ref.adapter][ref.sample]
-            padding += sum(-total % plan.tile_tokens for total in tokens.values())
-    return padding

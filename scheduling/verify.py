@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from scheduling.columns import SampleColumns
 from scheduling.errors import PlanError
 from scheduling.plan import Plan
-from scheduling.types import AdapterJob, SampleRef
+from scheduling.types import AdapterJob
 
 MOST_NAMED = 100_000  # missing samples that are violations of their own; more are one
 
@@ -60,53 +61,27 @@ def find_violations(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> lis
     if len(index_of) < len(names):
         violations.append(Violation(code="plan.duplicate-name", what="two jobs have the same name"))
     violations += _layouts(plan)
-    table = _Table.of(plan, index_of, violations)
+    columns = plan.columns if expected_jobs == plan.jobs else SampleColumns.of(plan.slots, index_of)
+    violations += [
+        Violation(code="plan.unknown-adapter", what=f"slot {slot} names {ref.adapter!r}")
+        for slot in np.unique(columns.slot[columns.job < 0])
+        for ref in plan.slots[int(slot)].samples
+        if ref.adapter not in index_of
+    ]
+    table = columns.at(columns.job >= 0)
     violations += _sizes(plan)
     violations += _capacity(plan, expected_jobs, table)
-    for job, rows in zip(expected_jobs, table.by_job(len(expected_jobs)), strict=True):
+    for job, rows in zip(expected_jobs, _by_job(table, len(expected_jobs)), strict=True):
         violations += _one_job(plan, job, rows)
     return violations
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
-    """All sample references as columns, in order of execution, without references to unknown adapters."""
-
-    job: np.ndarray
-    epoch: np.ndarray
-    batch: np.ndarray
-    sample: np.ndarray
-    slot: np.ndarray
-    replica: np.ndarray
-
-    @staticmethod
-    def of(plan: Plan, index_of: dict[str, int], violations: list[Violation]) -> _Table:
-        refs: list[SampleRef] = []
-        slots: list[int] = []
-        replicas: list[int] = []
-        for slot_index, slot in enumerate(plan.slots):
-            for replica_index, part in enumerate(slot.replicas):
-                refs.extend(part)
-                slots.extend([slot_index] * len(part))
-                replicas.extend([replica_index] * len(part))
-        adapters, epochs, batches, samples = zip(*refs, strict=True) if refs else ((), (), (), ())
-        job = np.array([index_of.get(name, -1) for name in adapters], np.int64)
-        columns = [np.array(column, np.int64) for column in (epochs, batches, samples, slots, replicas)]
-        in_plan = job >= 0
-        violations += [
-            Violation(code="plan.unknown-adapter", what=f"slot {slots[row]} names {adapters[row]!r}")
-            for row in np.flatnonzero(~in_plan)
-        ]
-        epoch, batch, sample, slot, replica = (column[in_plan] for column in columns)
-        return _Table(job=job[in_plan], epoch=epoch, batch=batch, sample=sample, slot=slot, replica=replica)
-
-    def by_job(self, count: int) -> Iterator[_Table]:
-        """Yields the rows of each job."""
-        order = np.argsort(self.job, kind="stable")
-        ends = np.searchsorted(self.job[order], np.arange(count + 1))
-        for start, end in pairwise(ends.tolist()):
-            rows = order[start:end]
-            yield _Table(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
+def _by_job(table: SampleColumns, count: int) -> Iterator[SampleColumns]:
+    """Yields the rows of each job."""
+    order = np.argsort(table.job, kind="stable")
+    ends = np.searchsorted(table.job[order], np.arange(count + 1))
+    for start, end in pairwise(ends.tolist()):
+        yield table.at(order[start:end])
 
 
 def _layouts(plan: Plan) -> list[Violation]:
@@ -136,7 +111,7 @@ def _sizes(plan: Plan) -> list[Violation]:
     ]
 
 
-def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Violation]:
+def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: SampleColumns) -> list[Violation]:
     """Microbatches over capacity, and adapters whose samples are not contiguous."""
     violations: list[Violation] = []
     if table.job.size == 0:
@@ -165,7 +140,7 @@ def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Vio
     return violations
 
 
-def _one_job(plan: Plan, job: AdapterJob, rows: _Table) -> list[Violation]:
+def _one_job(plan: Plan, job: AdapterJob, rows: SampleColumns) -> list[Violation]:
     position = rows.epoch * len(job.sample_tokens) + rows.sample
     real = (rows.sample >= 0) & (rows.sample < len(job.sample_tokens)) & (position >= 0) & (position < job.num_samples)
     real &= rows.batch == job.batch_of(position)

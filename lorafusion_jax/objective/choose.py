@@ -6,6 +6,7 @@ Other packages can install an entry point of the group `lorafusion_jax.objective
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from contextlib import suppress
 from types import NoneType
@@ -86,7 +87,7 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
     types = _types(entry.options)
     values = {key: _as_written(types.get(key), key, value) for key, value in options.items()}
     choice = Chosen(
-        name=name, objective=entry, options=TypeAdapter(entry.options).validate_python(values), reference=reference
+        name=name, objective=entry, options=_adapter(entry.options).validate_python(values), reference=reference
     )
     if reference is not None and not choice.compares:
         raise ValueError(f"options of {name}, which has no reference")
@@ -116,6 +117,12 @@ def _not_of_type(type_name: str, key: str, value: Any) -> ValidationError:
     return ValidationError.from_exception_data("options", [{"type": type_name, "loc": (key,), "input": value}])
 
 
+@functools.cache
+def _adapter(options: type) -> TypeAdapter[Any]:
+    return TypeAdapter(options)
+
+
+@functools.cache
 def _types(options: type) -> dict[str, Any]:
     """The types of an objective's options, without those that cannot be resolved."""
     try:

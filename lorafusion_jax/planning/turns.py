@@ -44,7 +44,7 @@ class NextUses:
 
     @classmethod
     def of(cls, plan: Plan) -> NextUses:
-        return cls((ref.adapter for ref in slot.samples) for slot in plan.slots)
+        return cls(plan.slot_adapters)
 
     def wanted(self, slot: int, resident: Collection[str], most: int, stay: Collection[str] = ()) -> list[str]:
         """Returns who should be in places from a slot on.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, repeat
 
 import numpy as np
 
@@ -15,6 +17,8 @@ FEW = 16  # ... but for so few bits, which are found one by one
 Part = tuple[int, int, int]  # (job, batch, bit mask over the batch's samples in ascending order of length)
 Microbatch = tuple[Part, ...]
 Filling = list[tuple[Microbatch, ...]]  # per slot, per replica
+# Of a million samples the constructor in Python takes half a second.
+_REF: Callable[[Iterable[object]], SampleRef] = partial(tuple.__new__, SampleRef)  # pyright: ignore[reportUnknownMemberType]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,24 +115,26 @@ def make_problem(
 
 def _batches(job: AdapterJob, positions: Sequence[int], limits: Limits) -> tuple[Batch, ...]:
     """Groups ascending positions of the stream by global batch; goes from last to first to add up the tails."""
-    lengths, count = job.sample_tokens, len(job.sample_tokens)
-    all_positions = np.asarray(positions, np.int64)
-    edges = 1 + np.flatnonzero(np.diff(job.batch_of(all_positions)))
-    groups = [group.tolist() for group in np.split(all_positions, edges) if len(group)]
+    in_order = np.asarray(positions, np.int64)
+    if not in_order.size:
+        return ()
+    batch_numbers = job.batch_of(in_order)
+    lengths = np.asarray(job.sample_tokens, np.int64)[in_order % len(job.sample_tokens)]
+    starts = np.flatnonzero(np.diff(batch_numbers, prepend=-1))
+    by_length = np.lexsort((lengths, batch_numbers))  # equal ones stay in the order of the stream
+    totals = np.add.reduceat(lengths, starts).tolist()
+    all_tokens, all_positions = tuple(lengths[by_length].tolist()), tuple(in_order[by_length].tolist())
     batches: list[Batch] = []
     tail = 0
-    for group in reversed(groups):
-        by_length = sorted((lengths[p % count], p) for p in group)
-        tokens = tuple(n for n, _ in by_length)
-        total = sum(tokens)
+    for total, (start, end) in reversed([*zip(totals, pairwise([*starts.tolist(), in_order.size]), strict=True)]):
         tiles = -(-total // limits.tile_tokens)
         slots = max(1, -(-tiles // limits.slot_tiles))
         batches.append(
             Batch(
-                tokens=tokens,
-                positions=tuple(p for _, p in by_length),
+                tokens=all_tokens[start:end],
+                positions=all_positions[start:end],
                 total=total,
-                full_mask=(1 << len(tokens)) - 1,
+                full_mask=(1 << (end - start)) - 1,
                 slots=slots,
                 tail=tail,
             )
@@ -186,9 +192,10 @@ def _refs(problem: Problem, parts: Microbatch) -> tuple[SampleRef, ...]:
     for index, batch, mask in parts:
         job = problem.jobs[index]
         positions, count = problem.batches[index][batch].positions, len(job.sample_tokens)
-        number = job.batch_of(positions[0])
-        ascending = sorted(positions[bit] for bit in bits(mask))
-        refs += [SampleRef(job.name, position // count, number, position % count) for position in ascending]
+        number, is_whole = job.batch_of(positions[0]), mask == problem.batches[index][batch].full_mask
+        ascending = sorted(positions if is_whole else [positions[bit] for bit in bits(mask)])
+        epochs, samples = zip(*[divmod(position, count) for position in ascending], strict=True)
+        refs += map(_REF, zip(repeat(job.name), epochs, repeat(number), samples))
     return tuple(refs)
 
 

@@ -297,7 +297,7 @@ def test_plans(data):
 
 def spoil_content(text: str) -> None:
     """Reads the plan with its own digest put right."""
-    with mock.patch.object(serialize, "content_digest", return_value=read_digest(text)):
+    with mock.patch.object(serialize, "lines_digest", return_value=read_digest(text)):
         plan = Plan.from_json(text)
     verify_plan(plan)
 
