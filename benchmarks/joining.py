@@ -10,8 +10,11 @@ Rows of joining.jsonl, those of most interest first:
                               equal adapters in supervised fine-tuning. Microbatches have the best of three sizes in the
                               simulator, for each way. `step_s` is a step of all adapters; one that trains alone waits
                               `step_s` over their number for its own
-    {"part": "search", ...}   64 points (learning rate × rank × batch) in one run: seconds until the last point is
-                              trained, with and without halving
+    {"part": "search", "phase": "planned" | "started" | "trained" | "cut", ...}
+                              64 points (learning rate × rank × batch) in one run, with and without halving: a row as
+                              each phase ends. "trained" has the seconds until the last point is trained; the run ends
+                              there, without a last save of all points. "cut": the budget ended first; the row has what
+                              was done, and `left_predicted_s`, which is predicted and not measured
 
 A search by PEFT, one point after another, takes Σ tokens of a point / tokens per second at its batch, which
 `python -m benchmarks.peers --batch 1 4 8 16 --variants default packed --workload xsum` measures in the same
@@ -25,7 +28,8 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,17 +41,18 @@ from benchmarks.end_to_end import VARIANTS, Bench, Variant
 from benchmarks.harness import add_row, command_line
 from benchmarks.random_job import SHAPE, SMALL
 from benchmarks.starting import write_base
-from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config.schema import JobConfig, MeshSettings
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.planning.prediction import predicted_costs
-from lorafusion_jax.training.meter import SAMPLING
+from lorafusion_jax.report.events import AdapterChanged, AdapterEvaluated, RunEvent, RunStarted, SlotDone, StepTaken
+from lorafusion_jax.training.meter import EVALUATING, SAMPLING
 from scheduling import AdapterJob, simulate
 
 WAYS = {"single": "one by one", "ours": "together"}
 SIZES = (1 / 16, 3 / 16, 1 / 2)  # of the capacity; each compiles once for each number of adapters
 PARTS = ("rl", "sft", "search")
+SHOWN_EVERY_S = 5.0  # the steps of a search
 REWARD = (
     "def reward(completions):\n    return [sum(map(str.islower, text)) / (len(text) + 1) for text in completions]\n"
 )
@@ -240,7 +245,7 @@ def _rl_run(folder: Path, base: Path, entries: list[dict], longest: int, small: 
 
 
 def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]:
-    """Trains 64 points of one data set: with halving, without, and with halving on a base in fp8."""
+    """Trains 64 points of one data set: with halving, without, and with halving on a base in fp8. Writes its rows."""
     rates, ranks, batches = (["1e-4", "2e-4", "4e-4", "8e-4"], [4, 8, 16, 32], [1, 4, 8, 16])
     if options.small:
         rates, ranks, batches = rates[:2], [2], [4, 8]
@@ -267,35 +272,106 @@ def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]
                 "optim": {"lr": rates},
                 "halving": {"first_share": 0.125, "factor": 2} if halving else {},
                 "save": {"every_minutes": None},
+                "train": {"log_every_s": 1},  # says what evaluations took
                 "adapters": [{"name": "point"}],
             }  # fmt: skip
             points = {"points": len(rates) * len(ranks) * len(batches), "halving": halving, "quantize": quantize}
-            yield points | _search_run(job, folder / f"search-{halving}-{quantize}")
+
+            def tell(row: dict[str, Any], points: dict[str, Any] = points) -> None:
+                add_row(options.out / "joining.jsonl", {"part": "search"} | points | row | conditions())
+
+            _search_run(job, folder / f"search-{halving}-{quantize}", tell, stop)
+    yield from ()
 
 
-def _search_run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    predicted = (
-        lf.plan(_written(job, folder)).numbers.get("predicted") or {}
-    )  # without stops: an upper bound where points are halved
+def _search_run(job: dict[str, Any], folder: Path, tell: Callable[[dict[str, Any]], None], stop: float) -> None:
+    planned = lf.plan(_written(job, folder)).numbers
+    predicted = planned.get("predicted") or {}  # without stops: an upper bound where points are halved
     seconds = {key: predicted.get(key) for key in ("seconds", "evaluation_s", "evaluations")}
     print(f"{folder.name}: predicted {seconds}, without start-up", flush=True)
-    began = time.perf_counter()
-    run = _train(job, folder, progress=True)  # long enough to look at
-    finished = next(row for row in read_rows(run.folder / "events.jsonl") if row["kind"] == "finished")
-    steps = [row["time"] for row in read_rows(run.folder / "metrics.jsonl") if row["kind"] == "step"]
-    plan = RunFolder(run.folder).read_plan()
-    return {
-        "predicted": seconds,
-        "seconds": round(time.perf_counter() - began, 1),
-        "from_first_step_s": round(max(steps) - min(steps), 1),
-        "training_s": finished["seconds"],
-        "evaluation_s": finished["evaluation_s"],
-        "slots": plan.num_slots,
-        "tokens": sum(sum(job.sample_tokens) for job in plan.jobs),
-    }
+    tell({"phase": "planned", "predicted": seconds, "slots": planned["slots"], "tokens": planned["tokens"]})
+    predicted_s = (seconds["seconds"] or 0.0) + (seconds["evaluation_s"] or 0.0)
+    with suppress(SearchEnded):
+        _train(job, folder, progress=SearchWatch(tell, stop, predicted_s))
+    gc.collect()  # the next run needs the memory
 
 
-def _train(job: dict[str, Any], folder: Path, *, progress: bool = False) -> lf.Run:
+class SearchEnded(BaseException):
+    """All points of a search are trained, or its budget is spent. What would follow is a save of them all."""
+
+
+class SearchWatch:
+    """Listens to a search: tells a row as each phase ends, and ends the run.
+
+    Args:
+        predicted_s: of all slots and evaluations.
+    """
+
+    def __init__(self, tell: Callable[[dict[str, Any]], None], stop: float, predicted_s: float):
+        self._tell, self._stop, self._predicted_s = tell, stop, predicted_s
+        self._began, self._first_s, self._shown_s = time.perf_counter(), 0.0, 0.0
+        self._steps_of: dict[str, int] = {}  # of each point, as they are planned or stopped early
+        self._taken: dict[str, int] = {}
+        self._evaluations, self._evaluation_s, self._slots, self._early = 0, 0.0, 0, 0
+        self._has_ended = False
+
+    def __call__(self, event: RunEvent) -> None:
+        if self._has_ended:
+            return
+        if isinstance(event, RunStarted):
+            self._steps_of = dict(event.adapters)
+        elif isinstance(event, SlotDone):
+            self._evaluation_s = event.paused_s.get(EVALUATING, self._evaluation_s)
+        elif isinstance(event, AdapterEvaluated):
+            self._evaluations += 1
+        elif isinstance(event, AdapterChanged) and event.action == "stop":
+            self._steps_of[event.adapter], self._early = event.num_steps, self._early + 1
+        elif isinstance(event, StepTaken):
+            self._take(event)
+        self._slots = max(self._slots, event.slot)
+        if self._taken and all(self._taken.get(name, 0) >= steps for name, steps in self._steps_of.items()):
+            self._end({"phase": "trained"})
+        elif self._steps_of and time.monotonic() > self._stop:
+            share = sum(self._taken.values()) / sum(self._steps_of.values())
+            self._end({"phase": "cut", "left_predicted_s": round((1 - share) * self._predicted_s, 1)})
+
+    def _take(self, event: StepTaken) -> None:
+        now_s = time.perf_counter() - self._began
+        if not self._taken:
+            self._first_s = now_s
+            self._tell({"phase": "started", "seconds": round(now_s, 1)})
+        self._taken[event.adapter] = event.step
+        if now_s - self._shown_s > SHOWN_EVERY_S:
+            self._shown_s = now_s
+            print(f"{now_s:.0f} s: {sum(self._taken.values())} of {sum(self._steps_of.values())} steps", flush=True)
+
+    def _end(self, row: dict[str, Any]) -> None:
+        """Tells what was done, and ends the run.
+
+        Raises:
+            SearchEnded: always.
+        """
+        self._has_ended = True
+        seconds = time.perf_counter() - self._began
+        done = sum(self._taken.get(name, 0) >= steps for name, steps in self._steps_of.items())
+        self._tell(
+            row
+            | {
+                "seconds": round(seconds, 1),
+                "from_first_step_s": round(seconds - self._first_s, 1) if self._taken else 0.0,
+                "evaluation_s": round(self._evaluation_s, 1),
+                "evaluations": self._evaluations,
+                "slots_done": self._slots,
+                "points_done": done,
+                "ended_early": self._early,
+                "steps_done": sum(self._taken.values()),
+                "steps": sum(self._steps_of.values()),
+            }
+        )
+        raise SearchEnded
+
+
+def _train(job: dict[str, Any], folder: Path, *, progress: SearchWatch | bool = False) -> lf.Run:
     run = lf.train(lf.load_job(_written(job, folder)), folder, progress=progress)
     gc.collect()  # the next run needs the memory
     return run
