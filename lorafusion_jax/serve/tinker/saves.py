@@ -124,7 +124,9 @@ def _refuse_load(body: LoadWeights, row: Row | None, model: Row | None) -> str:
         return f"the checkpoint is of the base {row['base']}, not of {str(body.base_model)[:200]}"
     if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
         return f"the optimizer {body.optimizer_config.type[:100]} is not served; there is adamw"
-    for key in ("rank", "train_mlp", "train_attn") if model is not None else ():
+    if model is None:
+        return ""
+    for key in ("rank", "train_mlp", "train_attn"):
         if row["config"][key] != model["config"][key]:
             its, other = row["config"][key], model["config"][key]
             return f"{key} of the checkpoint is {its}, and of the model {other}; make a model from the state instead"
