@@ -107,6 +107,10 @@ class Places:
             index[name] = place
         return index
 
+    def count(self, kind: str, rank: int) -> int:
+        """How many places, free or not, have the kind and are large enough."""
+        return sum(of == kind and largest >= rank for largest, of in zip(self.ranks, self.kinds, strict=True))
+
     def holds(self, kind: str, rank: int) -> bool:
         """Whether some place, free or not, has the kind and is large enough."""
         return self.find(kind, rank, ()) is not None

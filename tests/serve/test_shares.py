@@ -21,9 +21,10 @@ PLACES = 4
 
 
 class Session:
-    """A session whose jobs train a second a second, and leave their places at once."""
+    """A session whose jobs train a second a second, and save for some rounds before they leave their places."""
 
-    def __init__(self, tmp_path, places=None, limits=None, **more):
+    def __init__(self, tmp_path, places=None, limits=None, save_rounds=0, **more):
+        self.save_rounds, self.saving = save_rounds, dict[str, int]()
         self.now, self.numbers, self.rows, self.ended = 0.0, count(), [], {}
         settings = Settings(home=tmp_path, bases={"tiny": tmp_path}, places=places or {16: PLACES}, **more)
         self.scheduler, self.limits = OneSession(settings, clock=lambda: self.now), limits or {}
@@ -45,13 +46,18 @@ class Session:
             chosen = set(self.scheduler.decide(self.rows, {}, self.limits).group)
             for row in self.rows:
                 if row["state"] == "running" and row["id"] not in chosen:
-                    row.update(state="queued", place=None)
+                    row["state"], self.saving[row["id"]] = "draining", self.save_rounds
+                if row["state"] == "draining":
+                    self.saving[row["id"]] -= 1
+                    row.update({} if self.saving[row["id"]] >= 0 else {"state": "queued", "place": None})
             taken = {row["place"] for row in self.rows} - {None}
             for row in self.rows:
                 if row["state"] == "queued" and row["id"] in chosen:
                     layout = self.scheduler._shares.layout
                     place = layout.find("lora", row["rank"], taken)
-                    assert place is not None
+                    assert place is not None or self.save_rounds
+                    if place is None:
+                        continue  # its job still saves
                     taken.add(place)
                     row.update(state="running", place=place)
                     self.starts.setdefault(row["id"], []).append(self.now)
@@ -222,6 +228,35 @@ def test_a_job_leaves_only_if_its_place_holds_the_other(tmp_path):
     running = {row["id"] for row in session.rows if row["state"] == "running"}
     assert small in running
     assert large not in running
+
+
+@pytest.mark.parametrize("save_rounds", [0, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_needs_a_smaller_place_moves_when_a_larger_one_is_waited_for(tmp_path, stream, save_rounds):
+    """It keeps a place whoever comes meanwhile, and does not move without need."""
+    session = Session(tmp_path, places={8: 2, 32: 1}, save_rounds=save_rounds)
+    session.submit("ann", 40, rank=6), session.submit("ann", 5000, rank=8)
+    session.run(2)
+    mover = session.submit("bob", 5000, rank=3, stream=stream)
+    session.run(100)
+    row = next(row for row in session.rows if row["id"] == mover)
+    assert (row["place"], len(session.starts[mover])) == (2, 1)  # a small place is free, but nobody waits
+    large = session.submit("bob", 5000, rank=20, stream=True)
+    session.run(1)
+    small = session.submit("cem", 5000, rank=8, priority=90)
+    session.run(10)
+    places = {row["id"]: row["place"] for row in session.rows}
+    assert places[mover] in (0, 1)
+    assert places[large] == 2
+    session.run(100)
+    assert len(session.starts[mover]) == 2 or not stream  # a job of lower priority leaves for a higher one
+    waiting = next(row for row in session.rows if row["id"] == small)
+    holds = session.scheduler.full(waiting | {"state": "queued"}, session.rows, Limits())
+    assert holds == "all 3 places that hold lora of rank 8 are taken"
+    another = {"rank": 20, "owner": "cem", "spec": waiting["spec"]}
+    assert session.scheduler.full(another, session.rows, Limits()) == (
+        "the only place that holds lora of rank 20 is taken"
+    )
 
 
 def test_the_jobs_of_a_user_follow_their_deadlines(tmp_path):

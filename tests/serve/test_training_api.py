@@ -191,7 +191,9 @@ def test_a_full_table_of_places_says_so(service, monkeypatch):
     models += [Model(service, rank=8, session=models[0].session, seq=1)]
     _, answer = models[1].ask("/retrieve_future", {"request_id": models[1].created["request_id"]})
     assert answer["queue_state"] == "paused_capacity"
-    assert answer["queue_state_reason"].startswith("number 1 of those that wait: all 3 places that hold lora of rank 8")
+    assert answer["queue_state_reason"].startswith(
+        "number 1 of those that wait: the only place that holds lora of rank 8"
+    )
     early = models[1].rows(ROWS)  # it may be used already
     unload = models[0].ask("/unload_model", {"model_id": models[0].id})
     assert models[0].result(unload)["type"] == "unload_model"
@@ -201,6 +203,34 @@ def test_a_full_table_of_places_says_so(service, monkeypatch):
     models[1].ask(f"/sessions/{models[1].session}/finish", {})
     assert models[1].ask("/session_heartbeat", {"session_id": models[1].session})[0] == 410
     assert models[1].rows(ROWS)[0] == 410
+
+
+def test_a_model_moves_to_a_smaller_place_when_the_larger_one_is_waited_for(model, service):
+    """Between two halves of a batch: it goes on from its weights, moments and gradients."""
+    small = [model] + [Model(service, session=model.session, seq=seq) for seq in (1, 2)]
+    for one in small:
+        one.read(one.created["request_id"])
+
+    def rank_of_place(one: Model) -> int:
+        with service.db.read() as connection:
+            job = log.find_model(connection, one.id, None)["job"]
+        place = next(place for place, held in service.controller.places().items() if held == job)
+        return service.controller.layout().ranks[place]
+
+    mover = next(one for one in small if rank_of_place(one) == 8)
+    mover.result(mover.rows(ROWS))
+    mover.result(mover.step())
+    mover.result(mover.rows(ROWS[:2]))
+    leaver = next(one for one in small if one is not mover)
+    leaver.result(leaver.ask("/unload_model", {"model_id": leaver.id}))
+    large = Model(service, rank=7, session=model.session, seq=3)
+    assert large.result(large.rows(ROWS))[1]["loss:sum"] > 0  # it has a place
+    mover.result(mover.rows(ROWS[2:]))
+    mover.result(mover.step())
+    assert (rank_of_place(mover), rank_of_place(large)) == (4, 8)
+    logprobs, _ = mover.result(mover.rows(ROWS[1:2], forward_only=True))
+    expected = alone(ROWS, ROWS).logprobs(np.array(ROWS[1][:-1]))
+    np.testing.assert_allclose(logprobs[0], expected[np.arange(7), ROWS[1][1:]], atol=1e-6)
 
 
 def test_models_have_the_weight_of_their_owner(model, service):

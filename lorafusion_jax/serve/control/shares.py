@@ -4,6 +4,7 @@ Higher priorities come first. Within a priority every user has a share of the pl
 places for its weight gets the next one, and its jobs follow their deadlines, then their arrival. A job leaves its place
 for one of a higher priority, and for one of a user who would still have fewer places for its weight after that. A model
 of the training API keeps its place until its client leaves, and a job that has settled leaves its own for a model.
+Whoever holds a larger place than it needs moves to a smaller free one as soon as somebody waits for the larger.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Shares:
     settle_s: float = 60.0
     served: dict[str, float] = field(default_factory=dict[str, float])
     _since: dict[str, float] = field(default_factory=dict[str, float])  # job → when it was first seen in a place
+    _moving: set[str] = field(default_factory=set[str])  # jobs on their way from a place to another
     _at: float = -inf
     _answer: tuple[list[object], list[str]] | None = None  # what was asked last, and the answer
 
@@ -66,9 +68,14 @@ class Shares:
         for row in staying:
             users[row["owner"]].held += 1
         occupied = {row["place"] for row in staying}
-        starting = self._fill(rows, users, occupied)
+        moving = [row for row in rows if row["id"] in self._moving and row["state"] in ("draining", "queued")]
+        self._moving = {row["id"] for row in moving}
+        starting = self._reserve(moving, users, occupied)
+        starting += self._fill([row for row in rows if row["id"] not in self._moving], users, occupied)
         if (leaving := self._leaving(rows, starting, staying, users, occupied, now)) is not None:
             staying.remove(leaving)
+            if self._fits_elsewhere(leaving, occupied):
+                self._moving.add(leaving["id"])
         self._answer = inputs, [row["id"] for row in (*staying, *starting)]
         return self._answer[1]
 
@@ -91,7 +98,11 @@ class Shares:
         occupied = {other["place"] for other in rows if other["state"] in ON_WORKER}
         if self.layout.find(kind_of(row["spec"]), row["rank"], occupied) is not None:
             return "a place is free: it starts now, unless others go first"
-        return f"all {len(self.layout.ranks)} places that hold {kind_of(row['spec'])} of rank {row['rank']} are taken"
+        kind, rank = kind_of(row["spec"]), row["rank"]
+        count = self.layout.count(kind, rank)
+        if count == 1:
+            return f"the only place that holds {kind} of rank {rank} is taken"
+        return f"all {count} places that hold {kind} of rank {rank} are taken"
 
     def _account(self, rows: Iterable[Row], users: Mapping[str, _User], now: float) -> None:
         seconds, self._at = (now - self._at if self._at > -inf else 0.0), now
@@ -120,6 +131,14 @@ class Shares:
                     del by_user[name]
                 else:
                     yield by_user[name].pop()
+
+    def _reserve(self, moving: Sequence[Row], users: Mapping[str, _User], taken: set[int]) -> list[Row]:
+        """Keeps places for jobs that move, from the moment they leave theirs. Returns those that wait for it now."""
+        for row in moving:
+            if (place := self.layout.find(kind_of(row["spec"]), row["rank"], taken)) is not None:
+                taken.add(place)
+                users[row["owner"]].held += 1
+        return [row for row in moving if row["state"] == "queued"]
 
     def _fill(self, rows: Sequence[Row], users: Mapping[str, _User], taken: set[int]) -> list[Row]:
         """The queued jobs for the free places."""
@@ -155,11 +174,16 @@ class Shares:
                 first.setdefault((row["priority"], row["owner"], *needs), row)
         for row in self._in_turn([*first.values()], users):
             needs = kind_of(row["spec"]), row["rank"]
-            fits = (other for other in staying if self.layout.find(*needs, taken - {other["place"]}) is not None)
-            yielding = [other for other in fits if self._yields(other, row, users, now)]
+            fits = [other for other in staying if self.layout.find(*needs, taken - {other["place"]}) is not None]
+            yielding = [other for other in fits if self._fits_elsewhere(other, taken)]
+            yielding = yielding or [other for other in fits if self._yields(other, row, users, now)]
             if yielding:
                 return min(yielding, key=lambda other: self._first_to_leave(other, users))
         return None
+
+    def _fits_elsewhere(self, row: Row, taken: set[int]) -> bool:
+        """Whether a free place holds a job that has one. It is smaller, if somebody found none and waits for this."""
+        return row["state"] == "running" and self.layout.find(kind_of(row["spec"]), row["rank"], taken) is not None
 
     def _first_to_leave(self, row: Row, users: Mapping[str, _User]) -> tuple[int, float, float]:
         """The lowest priority, then the user with most places, then the job that came last."""
