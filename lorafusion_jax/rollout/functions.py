@@ -15,13 +15,14 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lorafusion_jax.config.rollout_section import LimitSettings
 from lorafusion_jax.errors import RunError
 
 LOOK_S = 0.1  # between two looks at the folder and the clock
 LARGEST_LINE = 256 << 20
+END_S = 10.0  # what a process printed before its end is written within
 
 
 class Functions:
@@ -29,13 +30,15 @@ class Functions:
 
     Args:
         folder: of relative paths.
-        log: takes what the functions print (None: nothing does).
+        log: takes what the functions print (None: nothing does). From `disk_mb` on it goes on in a new file, and the
+            one before is kept beside it.
     """
 
     def __init__(self, settings: LimitSettings, folder: Path, log: Path | None = None):
         self._settings, self._folder, self._log = settings, folder.absolute(), log
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: str | None = None
+        self._writer: threading.Thread | None = None
 
     def call(self, kind: str, value: str, arguments: Mapping[str, Any]) -> Any:
         """Runs a call of `rollout.child` and returns its result.
@@ -74,6 +77,8 @@ class Functions:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            if self._writer is not None:
+                self._writer.join(END_S)
             for pipe in (self._process.stdin, self._process.stdout):
                 with suppress(OSError):
                     assert pipe is not None
@@ -89,14 +94,19 @@ class Functions:
         self.close()
         self._scratch = tempfile.mkdtemp(prefix="lorafusion-functions-")
         limits = [int(self._settings.memory_gb * 2**30), self._disk_bytes]
-        with Path(os.devnull if self._log is None else self._log).open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lorafusion_jax.rollout.child", self._scratch, *map(str, limits)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,  # what it starts ends with it
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lorafusion_jax.rollout.child", self._scratch, *map(str, limits)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Not the log itself: its size would count as that of a file of the process.
+            stderr=subprocess.DEVNULL if self._log is None else subprocess.PIPE,
+            start_new_session=True,  # what it starts ends with it
+        )
+        if self._log is not None:
+            assert self._process.stderr is not None
+            arguments = (self._process.stderr, self._log, self._disk_bytes)
+            self._writer = threading.Thread(target=_write_log, args=arguments, daemon=True)
+            self._writer.start()
         return self._process
 
     @property
@@ -132,6 +142,17 @@ def written_bytes(folder: Path) -> int:
             with suppress(OSError):
                 total += (Path(parent) / file).lstat().st_size
     return total
+
+
+def _write_log(printed: IO[bytes], log: Path, most: int) -> None:
+    """Appends what a process prints. On a full disk it is lost, as the process must not wait."""
+    with printed:
+        while block := os.read(printed.fileno(), 1 << 16):
+            with suppress(OSError):
+                if log.exists() and log.stat().st_size + len(block) > most:
+                    log.replace(log.with_name(f"{log.name}.before"))
+                with log.open("ab") as file:
+                    file.write(block)
 
 
 def _send(process: subprocess.Popen[bytes], line: str) -> None:

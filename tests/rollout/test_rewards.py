@@ -45,6 +45,10 @@ def one_file(completions):
     with open("whole", "wb") as file:
         for _ in range(100):
             file.write(bytes(1 << 20))
+def talks(completions):
+    for _ in range(3):
+        print("x" * (1 << 20) + "mega", flush=True)
+    return [1.0] * len(completions)
 def starts_others(completions):
     if os.fork() == 0:
         time.sleep(60)
@@ -101,6 +105,21 @@ def test_what_goes_wrong_is_named_and_the_next_call_works(functions, name, says)
     assert says in str(raised.value)
     assert f"code.py:{name}" in str(raised.value)
     assert reward(functions, "code.py:lengths").tolist() == [2, 1, 5]
+
+
+def test_what_functions_print_counts_as_no_file_of_theirs(tmp_path):
+    (tmp_path / "code.py").write_text(CODE)
+    functions = Functions(RolloutSettings(disk_mb=5.0), tmp_path, log := tmp_path / "log")
+    try:
+        for _ in range(4):  # 12 MB
+            assert reward(functions, "code.py:talks").tolist() == [1.0, 1.0, 1.0]
+    finally:
+        functions.close()
+    logs = [tmp_path / "log.before", log]
+    assert all(0 < file.stat().st_size <= 5 << 20 for file in logs)
+    printed = "".join(file.read_text() for file in logs)
+    assert printed.endswith("mega\n")
+    assert printed.count("mega\n") * (1 << 20) > 5 << 20  # the newest
 
 
 def test_functions_import_what_the_caller_can(tmp_path, monkeypatch):
