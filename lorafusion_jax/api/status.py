@@ -240,8 +240,10 @@ def status_screen(numbers: dict) -> Group:
         ]
         has_eta = row["status"] == "running" and row["eta_s"] is not None and not starting
         eta = f"{duration(row['eta_s'])}" if has_eta else "–"
-        colour = COLOURS.get(row["status"])
-        status = f"[{colour}]{row['status']}[/]" if colour else row["status"]
+        # What has not ended is as the run is: nobody trains in one that was interrupted.
+        status = numbers["state"] if row["status"] == "running" and numbers["state"] in STATES else row["status"]
+        colour = COLOURS.get(status)
+        status = f"[{colour}]{status}[/]" if colour else status
         table.add_row(name, status, f"{exact(row['step'])}/{exact(row['steps'])}", *losses, eta)
         if row["reason"]:
             notes.append(Text(f"{name}: {row['reason']}; kept step {row['step']}", style="red"))

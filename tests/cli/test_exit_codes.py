@@ -123,7 +123,8 @@ def test_interrupt_saves_and_resume_continues_bitwise(lorafusion, long_job):
     assert "the state is saved" in err
     assert out.rstrip().splitlines()[-1] == f"next: lorafusion resume {parts}"
     status = lorafusion("status", parts)
-    assert "interrupted" in status.out
+    assert re.findall(r"(law|med) +interrupted", status.out) == ["law", "med"]
+    assert "running" not in status.out
     assert status.last_line == f"next: lorafusion resume {parts}"
     stopped_at = json.loads(lorafusion("status", parts, "--json").out)["slot"]
     resumed = lorafusion("resume", parts)
