@@ -157,6 +157,12 @@ def documentation(path: str) -> str:
 
 NOT_ALLOWED = (errno.EROFS, errno.EACCES, errno.EPERM)
 DISK = (*NOT_ALLOWED, errno.EIO, errno.EFBIG, errno.ESTALE)  # also of files that are open
+FIXES = dict.fromkeys(NOT_ALLOWED, "a place where you may read and write, or rights to this one") | {
+    errno.EEXIST: "a place where no file has this name: a folder is needed",
+    errno.ENOTDIR: "a place whose path leads through folders alone: a part of this one is a file",
+    errno.EISDIR: "the name of a file: this is a folder",
+    errno.ENOENT: "look whether it, or the folder above it, is there under this name",
+}
 
 FILES = (
     *("demo", "new", "init", "check", "plan", "train", "resume", "status", "timeline", "report", "generate", "chat"),
@@ -283,5 +289,5 @@ def _system_error(problem: OSError) -> RunError:
     if problem.filename is None and problem.errno not in DISK:
         raise problem
     file = written_name(problem.filename) if isinstance(problem.filename, str) else problem.filename or "a file"
-    fix = "a place where you may read and write, or rights to this one" if problem.errno in NOT_ALLOWED else ""
-    return RunError("system.file", f"{file} cannot be used.", why=problem.strerror or str(problem), fix=fix)
+    why, fix = problem.strerror or str(problem), FIXES.get(problem.errno or 0, "")
+    return RunError("system.file", f"{file} cannot be used.", why=why, fix=fix)

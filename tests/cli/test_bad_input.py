@@ -416,8 +416,12 @@ def test_export_never_overwrites(lorafusion, finished, tmp_path):
 
 def test_output_that_the_system_refuses(lorafusion, job):
     (job.folder / "file").write_text("")
-    outcome = lorafusion("plan", job.path, "-o", job.folder / "file" / "plan.json")
+    outcome = lorafusion("plan", job.path, "-o", job.folder / "file" / "plans" / "plan.json")
     assert (outcome.code, outcome.errors) == (1, ["system.file"])
+    assert "fix: a place whose path leads through folders alone" in outcome.err
+    outcome = lorafusion("serve", "--demo", "--home", job.folder / "file")
+    assert (outcome.code, outcome.errors) == (1, ["system.file"])
+    assert "fix: a place where no file has this name" in outcome.err
 
 
 def test_output_where_nobody_may_write(lorafusion, finished, monkeypatch):
