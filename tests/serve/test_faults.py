@@ -484,7 +484,7 @@ def test_a_full_disk_refuses_uploads_and_leaves_nothing(running, tmp_path, monke
     ("refused", "taken", "answer"),
     [
         ("max_page_count = 1", "max_page_count = 1000000", (507, "store.no-space")),
-        ("query_only = ON", "query_only = OFF", (503, "store.failed")),
+        ("query_only = ON", "query_only = OFF", (503, "store.not-writable")),
     ],
     ids=["full", "read-only"],
 )
