@@ -153,6 +153,15 @@ def _wrong_types(request):
         yield
 
 
+@pytest.fixture(autouse=True)
+def _same_umask():
+    """`serve` and `keys` make files private for the rest of their process, which here runs other tests too."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    yield
+    os.umask(mask)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_caches(tmp_path_factory):
     """Keeps token and program caches out of the user's. Workers of pytest-xdist share theirs."""
