@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import small_jobs
+from more_cases import nightly
 
 from lorafusion_jax.checkpoint.requests import request_files
 
@@ -68,29 +69,38 @@ def test_a_finished_run_takes_more_adapters_and_more_steps(lorafusion, finished,
 
 def test_a_request_follows_those_that_wait(lorafusion, finished, tmp_path):
     """An adapter that is done has something left to train once an extension is asked for."""
-    run, more = tmp_path / "run", tmp_path / "more.yaml"
+    run = tmp_path / "run"
     shutil.copytree(finished[1], run, symlinks=True)
-    entry = {"name": "tax", "data": {"train": str(finished[0].path.parent / "law.jsonl"), "max_length": 32}}
-    more.write_text(json.dumps({"adapters": [entry]}))
     assert lorafusion("extend", run, "law", "--steps", "2").code == 0
     assert "asked: weight law." in lorafusion("weight", run, "law", "2").out
     assert "asked: cancel law." in lorafusion("cancel", run, "law").out
     outcome = lorafusion("extend", run, "law", "--steps", "1")
     assert outcome.errors == ["control.ended"]
     assert "law is cancelled by a request that waits" in outcome.err
+    resumed = lorafusion("resume", run)
+    assert resumed.code == 0, resumed.err
+    assert request_files(run) == []
+    assert statuses_of(lorafusion, run) == {"law": "cancelled", "med": "done"}
+
+
+@pytest.mark.parametrize("resumes", [False, nightly(True)])  # a third adapter compiles every program anew
+def test_who_waits_to_join_can_be_cancelled(lorafusion, finished, tmp_path, resumes):
+    run, more = tmp_path / "run", tmp_path / "more.yaml"
+    shutil.copytree(finished[1], run, symlinks=True)
+    entry = {"name": "tax", "data": {"train": str(finished[0].path.parent / "law.jsonl"), "max_length": 32}}
+    more.write_text(json.dumps({"adapters": [entry]}))
     assert lorafusion("cancel", run, "tax").errors == ["control.unknown-adapter"]
     assert lorafusion("add", run, more).code == 0
     assert lorafusion("add", run, more).errors == ["add.name"]
     assert lorafusion("cancel", run, "tax").code == 0
-    resumed = lorafusion("resume", run)
-    assert resumed.code == 0, resumed.err
-    assert request_files(run) == []
-    status = json.loads(lorafusion("status", run, "--json").out)["adapters"]
-    assert {name: row["status"] for name, row in status.items()} == {
-        "law": "cancelled",
-        "med": "done",
-        "tax": "cancelled",
-    }
+    if resumes:
+        assert lorafusion("resume", run).code == 0
+        assert statuses_of(lorafusion, run) == {"law": "done", "med": "done", "tax": "cancelled"}
+
+
+def statuses_of(lorafusion, run) -> dict[str, str]:
+    adapters = json.loads(lorafusion("status", run, "--json").out)["adapters"]
+    return {name: row["status"] for name, row in adapters.items()}
 
 
 def test_what_cannot_be_added_never_reaches_the_run(lorafusion, finished, tmp_path):

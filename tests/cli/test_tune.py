@@ -154,13 +154,13 @@ def test_what_failed_is_shown_with_the_first_reasons(lorafusion, wide_job, tmp_p
         }
 
     monkeypatch.setattr(tuner, "_groups", some_break)
-    path = tmp_path / "table.json"
-    outcome = lorafusion("tune", wide_job, "--quick", "--out", path)
+    path, settings = tmp_path / "table.json", ("lora.targets=[o_proj]",)
+    outcome = lorafusion("tune", wide_job, *settings, "--quick", "--out", path)
     assert (outcome.code, outcome.errors) == ((0, []) if works else (1, ["tune.all-failed"]))
     assert "candidates failed" in outcome.out
     assert outcome.out.count("RuntimeError: too much shared memory") == 5
     assert "more; --json lists all" in outcome.out
-    listed = json.loads(lorafusion("tune", wide_job, "--quick", "--out", path, "--json").out)
+    listed = json.loads(lorafusion("tune", wide_job, *settings, "--quick", "--out", path, "--json").out)
     assert len(listed["failed"]) > 5
     assert {failure["reason"] for failure in listed["failed"]} == {"RuntimeError: too much shared memory"}
     assert {row["tried"] for row in listed["best"]} == ({1} if works else set())

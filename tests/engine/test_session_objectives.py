@@ -152,18 +152,6 @@ def assert_equals_run(task: Task, state: AdapterState, trained: Path, folder: Pa
         assert np.linalg.norm(ours[key] - array) <= 1e-5 * np.linalg.norm(array), key
 
 
-TOGETHER = ("judged", "scores")  # every run of one adapter would compile passes of its own
-
-
-@pytest.fixture(scope="module")
-def joint(write_config, tmp_path_factory):
-    """A run of those `TOGETHER`: its configuration and its folder."""
-    out = tmp_path_factory.mktemp("joint") / "run"
-    config = write_config([entry_of(name, data=evaluated(name)) for name in TOGETHER])
-    assert train(config, out).exit_code == 0
-    return config, out
-
-
 def test_kinds_and_objectives_train_together_as_alone(session, configure, alone):
     """References are computed while `plain` trains: it takes steps before the others have theirs."""
     events: list = []
@@ -221,14 +209,10 @@ def test_shared_matrices_of_a_folder_have_the_sizes_of_its_targets(alone, config
 
 
 # test_a_reference_may_be_another_adapter compares `prefers` to a run
-@pytest.mark.parametrize("name", [nightly("prefers"), "judged", "scores", nightly("folded")])
-def test_each_equals_one_of_a_run(session, configure, alone, joint, tmp_path, name):
-    if name in TOGETHER:
-        config, trained = joint
-        config = select_adapters(config, [name])
-    else:
-        config, trained = configure(name, data=evaluated(name)), tmp_path / "run"
-        assert train(config, trained).exit_code == 0
+@pytest.mark.parametrize("name", [nightly("prefers"), "judged", nightly("scores"), nightly("folded")])
+def test_each_equals_one_of_a_run(session, configure, alone, tmp_path, name):
+    config, trained = configure(name, data=evaluated(name)), tmp_path / "run"
+    assert train(config, trained).exit_code == 0
     task = task_of(config)
     assert_equals_run(task, alone[name], trained, tmp_path)
     rows = read_rows(trained / "metrics.jsonl")

@@ -41,6 +41,7 @@ ALWAYS = (
     "vera",
     "tokens",
     "pissa",
+    "patterns",
 )
 NAMES = [name if name in ALWAYS else nightly(name) for name in case.CASES]
 

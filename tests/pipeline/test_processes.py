@@ -173,27 +173,15 @@ def test_adapters_take_turns_in_the_places_of_all_processes(job, uncut, tmp_path
     assert_equal(uncut, read_trained(tmp_path / "run"), TOLERANCE)
 
 
-def test_processes_do_not_change_the_run_and_carry_out_requests(job, uncut, tmp_path):
-    """The adapter that joins has a reference, which all compute while the others train."""
+@pytest.mark.parametrize("joins", [False, nightly(True)])  # whoever joins compiles another loss in every process
+def test_processes_do_not_change_the_run_and_carry_out_requests(joins, job, uncut, tmp_path):
     run = tmp_path / "run"
-    pairs = [{"prompt": "a b c", "chosen": f"d e {n}", "rejected": f"{n} f g h"} for n in range(6)]
-    (job.parent / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     settings = (*STAGES, EVALUATED)
     processes = start(2, 2, "train", str(job), "--out", str(run), *settings, launcher=slurm)
     signal_under_way(processes, run, signal.SIGCONT)  # changes nothing
     write_request(run, "cancel", "chat")
-    content = json.loads(job.read_text())
-    law = next(adapter for adapter in content["adapters"] if adapter["name"] == "law")
-    late = law | {
-        "name": "late",
-        "seed": 5,
-        "epochs": 1,
-        "objective": {"name": "dpo"},
-        "data": {"train": "pairs.jsonl"},
-    }
-    joining = job.with_name("late.yaml")
-    joining.write_text(json.dumps(content | {"adapters": [late]}))
-    write_addition(run, read_joining(joining, load_config(job, settings)))
+    if joins:
+        write_addition(run, read_joining(write_late(job), load_config(job, settings)))
     left = wait(processes)
     assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
     assert "next: lorafusion export" in left[0].out
@@ -203,8 +191,7 @@ def test_processes_do_not_change_the_run_and_carry_out_requests(job, uncut, tmp_
     assert {name: process["status"] for name, process in adapters.items()} == {
         "law": "done",
         "chat": "cancelled",
-        "late": "done",
-    }
+    } | ({"late": "done"} if joins else {})
     steps = steps_of(run)
     for name in adapters:
         told = [row["step"] for row in steps if row["adapter"] == name]
@@ -213,14 +200,28 @@ def test_processes_do_not_change_the_run_and_carry_out_requests(job, uncut, tmp_
     assert 0 < adapters["chat"]["step"] < adapters["chat"]["steps"]
     assert RunFolder(run).adapter_step("chat", adapters["chat"]["step"]).is_dir()
     assert_equal(uncut.of(("law",)), read_trained(run).of(("law",)), TOLERANCE)
-    events = read_rows(run / "events.jsonl")
-    (computed,) = [row for row in events if row["kind"] == "references"]
+    if joins:
+        assert_reference_beside(run, next(row for row in steps if row["adapter"] == "late"))
+
+
+def write_late(job: Path) -> Path:
+    """A job of an adapter that joins with a reference, which all processes compute while the others train."""
+    pairs = [{"prompt": "a b c", "chosen": f"d e {n}", "rejected": f"{n} f g h"} for n in range(6)]
+    (job.parent / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    content = json.loads(job.read_text())
+    law = next(adapter for adapter in content["adapters"] if adapter["name"] == "law")
+    data = {"data": {"train": "pairs.jsonl"}, "objective": {"name": "dpo"}}
+    joining = job.with_name("late.yaml")
+    joining.write_text(json.dumps(content | {"adapters": [law | data | {"name": "late", "seed": 5, "epochs": 1}]}))
+    return joining
+
+
+def assert_reference_beside(run: Path, first_step: dict) -> None:
+    (computed,) = [row for row in read_rows(run / "events.jsonl") if row["kind"] == "references"]
     assert computed["adapters"] == ["late"]
     assert computed["beside_s"] > 0, "the others waited"
-    first = next(row for row in steps if row["adapter"] == "late")
-    assert abs(first["rewards/chosen"]) <= TOLERANCE * abs(
-        first["logps/chosen"]
-    )  # it starts as the base, the reference
+    # it starts as the base, the reference
+    assert abs(first_step["rewards/chosen"]) <= TOLERANCE * abs(first_step["logps/chosen"])
 
 
 @pytest.fixture(scope="module")
