@@ -12,13 +12,15 @@ one short row on an idle session.
 sample that ends is followed by another. A row has the part of its own rate that each keeps, and another how far log p
 of 16 samples is from that of a forward call on them, largest and median.
 
-`idle`: 16 clients in a session that has 64 more places of rank 8, without and with a model in each that asks nothing.
+`idle`: 16 clients in a session that has 64 more places of rank 8, without and with a model in each that asks nothing,
+in turns; the last row has the mean of the turns.
 
-What it does is printed with the seconds since its start.
+All parts share one session; what it does is printed with the seconds since its start.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import queue
 import statistics
@@ -37,8 +39,8 @@ import numpy as np
 
 from benchmarks.conditions import conditions
 from benchmarks.harness import add_row, command_line
+from benchmarks.random_base import add_base_option, random_base
 from benchmarks.random_job import SHAPE, SMALL
-from benchmarks.starting import write_base
 from benchmarks.workloads import sample_lengths
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.load import parse_config
@@ -55,7 +57,7 @@ from lorafusion_jax.session.calls import ForwardBackward, OptimStep, Row
 from lorafusion_jax.session.stream import Stream
 
 PARTS = ("calls", "share", "idle")
-STEPS, FORWARDS, IDLE = 2, 20, 64
+STEPS, FORWARDS, IDLE, TURNS = 2, 20, 64, 2
 ADAPTERS, ROWS, ROWS_ALONE = 16, 12, 64  # rows of a step: more take minutes
 ALONE = "alone"
 BEGAN = time.monotonic()
@@ -66,9 +68,11 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=200.0, help="seconds; nothing new starts after them")
     parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["calls"])
+    parser.add_argument("--rows", type=int, default=ROWS, help="of a step of each of the 16")
+    add_base_option(parser)
     options = parser.parse_args()
     stop = time.monotonic() + options.budget
-    for row in measure(options.small, options.parts):
+    for row in measure(options):
         add_row(options.out / "calls.jsonl", row)
         if time.monotonic() > stop:
             break
@@ -79,37 +83,30 @@ def note(text: str) -> None:
     print(f"{time.monotonic() - BEGAN:.0f} s: {text}", file=sys.stderr, flush=True)
 
 
-def measure(small: bool, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prepare_machine()
-    adapters, rows, rows_alone = (2, 6, 6) if small else (ADAPTERS, ROWS, ROWS_ALONE)
+    small, parts = options.small, options.parts
+    adapters, rows, rows_alone = (2, 6, 6) if small else (ADAPTERS, options.rows, ROWS_ALONE)
+    count, idle_rank = (6, 2) if small else (IDLE, 8)
     with tempfile.TemporaryDirectory() as name:
-        config = write_inputs(Path(name), small, adapters, rows, rows_alone)
+        base = random_base(options.base or Path(name) / "base", small=small)
+        config = write_inputs(Path(name), base, small, adapters, rows, rows_alone)
         names = [adapter.name for adapter in config.adapters if adapter.name != ALONE]
-        rank = config.adapters[0].lora.rank
         note("the base and the rows are written")
-        if {"calls", "share"} & {*parts}:
-            with opened(config, {rank: adapters}) as windows:
-                yield run_forwards(windows)
+        places = {config.adapters[0].lora.rank: adapters} | ({idle_rank: count} if "idle" in parts else {})
+        with opened(config, places) as windows:
+            yield run_forwards(windows)
+            if "idle" in parts:
+                yield from run_beside_idle(windows, config, names, rows, count, idle_rank)
+            if {"calls", "share"} & {*parts}:
                 jobs = {"adapters": adapters, "rows": rows, **run_jobs(windows, config, names)}
                 yield jobs | conditions()
                 if "calls" in parts:
                     yield from run_losses(windows, config, names, rows, rows_alone)
                 if "share" in parts:
                     bank = Bank(windows.session, len(names))
-                    yield compare_samples(windows, bank, *((8, 8) if small else (256, 64)))
+                    yield compare_samples(windows, bank, *((8, 8) if small else (256, 64))) | conditions()
                     yield run_in_turn(windows, bank, config, names, jobs["tokens_per_s"], small) | conditions()
-        if "idle" in parts:
-            count, idle_rank = (6, 2) if small else (IDLE, 8)
-            with opened(config, {rank: adapters, idle_rank: count}) as windows:
-                none = run_clients(windows, config, names, rows, "cross_entropy")
-                yield {"clients": adapters, "rows": rows, "idle": 0, "empty_places": count, **none, **conditions()}
-                for number in range(count):
-                    start_client(windows.session, f"idle-{number}", idle_rank)
-                beside = run_clients(windows, config, names, rows, "cross_entropy")
-                yield {
-                    "clients": adapters, "rows": rows, "idle": count, **beside,
-                    "of_none": beside["tokens_per_s"] / none["tokens_per_s"],
-                }  # fmt: skip
 
 
 @contextmanager
@@ -121,6 +118,25 @@ def opened(config: JobConfig, places: dict[int, int]) -> Iterator[WindowPlanner]
     note(f"a session with places {places} is open")
     yield WindowPlanner(session)
     session.close()
+
+
+def run_beside_idle(
+    windows: WindowPlanner, config: JobConfig, names: Sequence[str], rows: int, count: int, rank: int
+) -> Iterator[dict[str, Any]]:
+    """Clients without and with idle models in other places, in turns."""
+    rates: dict[int, list[float]] = {0: [], count: []}
+    idle = [f"idle-{number}" for number in range(count)]
+    for turn in range(TURNS):
+        for models in rates:
+            for name in idle[:models]:
+                start_client(windows.session, name, rank)
+            row = run_clients(windows, config, names, rows, "cross_entropy")
+            for name in idle[:models]:
+                windows.session.forget(name)
+            rates[models].append(row["tokens_per_s"])
+            yield {"clients": len(names), "rows": rows, "idle": models, "turn": turn, **row}
+    without, beside = (statistics.mean(values) for values in rates.values())
+    yield {"clients": len(names), "rows": rows, "idle": count, "of_none": beside / without, **conditions()}
 
 
 def run_losses(
@@ -217,7 +233,7 @@ def run_in_turn(
     windows: WindowPlanner, bank: Bank, config: JobConfig, names: Sequence[str], jobs_alone: float, small: bool
 ) -> dict[str, Any]:
     """The jobs again, while samples have half of the time."""
-    rows, prompt, new, seconds = (4, 8, 8, 2.0) if small else (64, 256, 128, 8.0)
+    rows, prompt, new, seconds = (4, 8, 8, 2.0) if small else (64, 256, 128, 6.0)
     samples = KeptBusy(bank, len(names), rows, prompt, new)
     note("the first samples run")
     samples.start()
@@ -236,9 +252,8 @@ def run_in_turn(
     }  # fmt: skip
 
 
-def write_inputs(folder: Path, small: bool, adapters: int, rows: int, rows_alone: int) -> JobConfig:
+def write_inputs(folder: Path, base: Path, small: bool, adapters: int, rows: int, rows_alone: int) -> JobConfig:
     shape, capacity, tile, scale = (SMALL, 512, 16, 0.05) if small else (SHAPE, 8192, 128, 1.0)
-    write_base(folder / "base", shape, shape["num_layers"])
     draw, entries = np.random.default_rng(0), []
     for number in range(adapters + 1):
         name, count = (ALONE, rows_alone) if number == adapters else (f"job-{number}", rows)
@@ -248,7 +263,7 @@ def write_inputs(folder: Path, small: bool, adapters: int, rows: int, rows_alone
         path.write_text("".join(json.dumps(row) + "\n" for row in data))
         entries.append({"name": name, "data": {"train": str(path), "max_length": capacity // 2}})
     job = {
-        "base": {"model": str(folder / "base")},
+        "base": {"model": str(base)},
         "batch": {"capacity_tokens": capacity, "tile_tokens": tile, "global_samples": rows},
         "lora": {"rank": 4 if small else 32, "dropout": 0.0},
         "adapters": entries,

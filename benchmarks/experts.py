@@ -1,16 +1,18 @@
 """A layer of Qwen3-30B-A3B's shape with four adapters over its frozen layer, and beside transformers with PEFT.
 
-    python benchmarks/experts.py --out DIR [--budget 200] [--small]
+    python -m benchmarks.experts --out DIR [--budget 200] [--small] [--parts layers peft …]
 
-The base is in bfloat16, and in fp8. Checks the kernels against XLA's form before it times them. Prints conditions and a
-row per variant; rows are also written to DIR/experts.jsonl. All variants run in one process. Tokens/s are of one layer,
-forward and backward; `of_frozen` is next to the frozen bfloat16 layer. The last rows are the passes of one projection.
+The base is in bfloat16, and in fp8. Prints a row per variant and writes it to DIR/experts.jsonl. One process runs all
+variants. Parts, in this order: `layers`, compiled side by side: tokens/s are of one layer, forward and backward, and
+`of_frozen` is next to the frozen bfloat16 layer; `peft`: the same in transformers; `products`: checks the kernels
+against XLA's form before it times them; `passes` of one projection.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.conditions import conditions
-from benchmarks.harness import write_within_budget
+from benchmarks.harness import add_row, command_line
 from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.models import ModelConfig, Segments
@@ -40,29 +42,40 @@ SMALL = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 SMALL_EXPERTS = Experts(width=64, inner=32, count=8, active=2)
 ADAPTERS, RANK, REPEATS = 4, 8, 5
 STORED = (NONE, "fp8")
+PARTS = ("layers", "peft", "products", "passes")
 LAYERS = {"frozen": None, "attention": "all-linear", "attention, experts": ["all-linear", "experts"]}
 
 
 def main() -> int:
-    return write_within_budget("experts", __doc__ or "", 200, _rows)
+    parser = command_line(__doc__)
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds; nothing new starts after them")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    options = parser.parse_args()
+    stop = time.monotonic() + options.budget
+    for row in _rows(options.small, options.parts):
+        add_row(options.out / "experts.jsonl", row)
+        if time.monotonic() > stop:
+            break
+    return 0
 
 
-def _rows(small: bool) -> Iterator[dict[str, Any]]:
+def _rows(small: bool, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
     yield {"section": "conditions", **conditions()}
     config = ModelConfig(
         family="qwen3_moe", vocab_size=256, intermediate_size=6144, num_layers=1, qk_norm=True,
         experts=SMALL_EXPERTS if small else EXPERTS, **(SMALL if small else SHAPE),
     )  # fmt: skip
     tokens = 128 if small else 8192
-    for quantize in STORED:
-        yield from _product_rows(config, 64 if small else 1024, quantize)
-    frozen_ms = 0.0
-    for quantize in STORED:
-        for row in _layer_rows(config, tokens, quantize):
-            frozen_ms = frozen_ms or row["ms"]
-            yield row | {"of_frozen": frozen_ms / row["ms"]}
-    yield from _peft_rows(config, tokens)
-    yield from _pass_rows(config, 64 if small else tokens)
+    if "layers" in parts:
+        yield from _layer_rows(config, tokens)
+    if "peft" in parts:
+        yield from _peft_rows(config, tokens)
+    if "products" in parts:
+        for quantize in STORED:
+            yield from _product_rows(config, 64 if small else 1024, quantize)
+    if "passes" in parts:
+        yield from _pass_rows(config, 64 if small else tokens)
 
 
 def _product_rows(config: ModelConfig, tokens: int, quantize: str) -> Iterator[dict[str, Any]]:
@@ -162,42 +175,58 @@ def _timed(run: Callable[[], Any]) -> dict[str, Any]:
         return {"failed": str(problem).splitlines()[0][:300]}
 
 
-def _layer_rows(config: ModelConfig, tokens: int, quantize: str) -> Iterator[dict[str, Any]]:
-    """The frozen layer, adapters on attention, and adapters on attention and experts."""
+def _layer_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
+    """The frozen layer, adapters on attention, and on attention and experts, for each way to store the base."""
     experts = config.experts
     assert experts is not None
-    tile = min(128, tokens // 8)
+    with ThreadPoolExecutor(len(STORED) * len(LAYERS)) as pool:
+        begun = []
+        for quantize in STORED:
+            for name in LAYERS:
+                step, arrays = _layer(config, tokens, quantize, name)
+                begun.append((quantize, name, pool.submit(step.lower(*arrays).compile), arrays))
+        frozen_ms = 0.0
+        for quantize, name, compiled, arrays in begun:
+            row = {"section": "layer", "quantize": quantize, "adapters_on": name, "tokens": tokens}
+            try:
+                run = partial(compiled.result(), *arrays)
+                assert bool(jnp.isfinite(run()[0].astype(jnp.float32)).all())
+                seconds = _seconds(run)
+            except Exception as problem:  # a variant that a device cannot run is a row, too
+                yield row | {"failed": str(problem).splitlines()[0][:300]}
+                continue
+            frozen_ms = frozen_ms or 1e3 * seconds
+            yield row | {
+                "ms": 1e3 * seconds, "of_frozen": frozen_ms / (1e3 * seconds), "tokens_per_s": tokens / seconds,
+                "tile": tile_rows(tokens, experts.active, experts.count),
+                "sorted_rows": sorted_rows(tokens, experts.active, experts.count),
+            }  # fmt: skip
+
+
+def _layer(config: ModelConfig, tokens: int, quantize: str, name: str) -> tuple[Any, tuple[Any, ...]]:
+    """A jitted forward and backward pass of a layer, and its arguments."""
+    tile, chosen = min(128, tokens // 8), LAYERS[name]
     table = jnp.arange(tokens // tile, dtype=jnp.int32) * ADAPTERS // (tokens // tile)
     segments = jax.tree.map(jnp.asarray, Segments.from_lengths([tokens // 8] * 8, tokens))
     x = jax.random.normal(jax.random.key(1), (tokens, config.hidden_size), jnp.bfloat16)
     positions = jnp.arange(tokens) % (tokens // 8)
     experts_of = {f"{linear.path}.kernel": linear.experts for linear in config.layer(0).linears}
-    for name, chosen in LAYERS.items():
-        specs = [] if chosen is None else _specs(config, chosen)
-        layer = DecoderLayer(config, specs, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        graph, lora, frozen = nnx.split(layer, nnx.LoRAParam, ...)
-        leaves = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(frozen)}
-        weights = {
-            leaf_name: _stored(leaf[...], quantize, experts_of[leaf_name]) if leaf_name in experts_of else leaf[...]
-            for leaf_name, (_, leaf) in leaves.items()
-        }
-        del layer, frozen  # a second copy of the weights
+    specs = [] if chosen is None else _specs(config, chosen)
+    layer = DecoderLayer(config, specs, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, lora, frozen = nnx.split(layer, nnx.LoRAParam, ...)
+    leaves = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(frozen)}
+    weights = {
+        leaf_name: _stored(leaf[...], quantize, experts_of[leaf_name]) if leaf_name in experts_of else leaf[...]
+        for leaf_name, (_, leaf) in leaves.items()
+    }
 
-        def passes(x, lora, weights, graph=graph, specs=specs, leaves=leaves):
-            inputs = layer_inputs(config, positions, segments, LoRAContext.of(specs, table) if specs else None)
-            filled = nnx.from_flat_state([(path, leaf.replace(weights[name])) for name, (path, leaf) in leaves.items()])
-            y, pullback = jax.vjp(lambda x, lora: nnx.merge(graph, lora, filled)(x, inputs), x, lora)
-            return y, pullback(y)
+    def passes(x, lora, weights):
+        inputs = layer_inputs(config, positions, segments, LoRAContext.of(specs, table) if specs else None)
+        filled = nnx.from_flat_state([(path, leaf.replace(weights[key])) for key, (path, leaf) in leaves.items()])
+        y, pullback = jax.vjp(lambda x, lora: nnx.merge(graph, lora, filled)(x, inputs), x, lora)
+        return y, pullback(y)
 
-        run = jax.jit(passes)
-        assert bool(jnp.isfinite(run(x, lora, weights)[0].astype(jnp.float32)).all())
-        seconds = _seconds(partial(run, x, lora, weights))
-        yield {
-            "section": "layer", "quantize": quantize, "adapters_on": name, "tokens": tokens, "ms": 1e3 * seconds,
-            "tokens_per_s": tokens / seconds,
-            "tile": tile_rows(tokens, experts.active, experts.count),
-            "sorted_rows": sorted_rows(tokens, experts.active, experts.count),
-        }  # fmt: skip
+    return jax.jit(passes), (x, lora, weights)
 
 
 def _specs(config: ModelConfig, chosen: str | list[str]) -> list[AdapterSpec]:

@@ -14,11 +14,10 @@ it is installed, by qwix; with ours for one and four adapters. With --qwen3 the 
 billion parameters, and ours also runs on a base in fp8; with --vit it is ViT-L/14. Memory is what a compiled step needs
 on the device by XLA's own count, arguments included. Two GPUs: frozen and ours with four adapters, on a mesh
 of two data and of two tensor devices, and the collectives of each compiled program; with --quantize on a stored base,
-too. First the results are compared
-with `nnx.LoRA`. Variants are timed in turn; writes rows.jsonl, a row after each case. The last word of a variant may be
-an implementation (`ours 4 xla`); with `shared`, projections of one input share the reads of it. With --profile a step
-of each variant is profiled after the times, and its kernels are compared with the frozen step's. With --tune tile sizes
-of the layers' own shapes are measured first.
+too. Results are compared with `nnx.LoRA`, on one GPU while XLA compiles. Variants are timed in turn; writes rows.jsonl,
+a row after each case. The last word of a variant may be an implementation (`ours 4 xla`); with `shared`, projections of
+one input share the reads of it. With --profile a step of each variant is profiled after the times, and its kernels are
+compared with the frozen step's. With --tune tile sizes of the layers' own shapes are measured first.
 """
 
 from __future__ import annotations
@@ -290,8 +289,14 @@ def measure(rows: Rows, variants: list[Ready], tokens: int, **facts: Any) -> Non
         )
 
 
-def compile_all(rows: Rows, cases: dict[str, Callable[[], Made]]) -> dict[str, Ready]:
-    """Lowers one case after another; XLA compiles them side by side meanwhile. Each runs once."""
+def compile_all(
+    rows: Rows, cases: dict[str, Callable[[], Made]], meanwhile: Callable[[], None] | None = None
+) -> dict[str, Ready]:
+    """Lowers one case after another; XLA compiles them side by side meanwhile. Each runs once.
+
+    Args:
+        meanwhile: is called while XLA compiles.
+    """
     begun, ready = [], {}
     with ThreadPoolExecutor(max_workers=len(cases)) as pool:
         for name, make in cases.items():
@@ -304,6 +309,8 @@ def compile_all(rows: Rows, cases: dict[str, Callable[[], Made]]) -> dict[str, R
 
             if (made := rows.attempt(f"lower {name}", lower, compiles=True)) is not None:
                 begun.append(made)
+        if meanwhile is not None:
+            meanwhile()
         for name, variant, arguments, future in begun:
 
             def finish(name=name, variant=variant, arguments=arguments, future=future):
@@ -373,7 +380,7 @@ def tune_layers(rows: Rows, size: Size, path: Path) -> None:
     rows.add(case="tuned", entries=len(table.entries), seconds=round(time.perf_counter() - began, 1))
 
 
-def one_gpu(rows: Rows, size: Size, names: list[str], *, profiled: bool = False) -> None:
+def one_gpu(rows: Rows, size: Size, names: list[str], *, checks: bool, profiled: bool = False) -> None:
     inputs, table = batch(size, 4)
     base = parts_of(size)[0](size, nnx.Rngs(0))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(base, nnx.Param)))
@@ -387,7 +394,8 @@ def one_gpu(rows: Rows, size: Size, names: list[str], *, profiled: bool = False)
         arguments = (inputs, table if "4" in name else jnp.zeros_like(table), jnp.uint32(1))
         return variant, arguments, variant.lower(*arguments)
 
-    ready = compile_all(rows, {name: partial(make, name) for name in names})
+    compare = partial(rows.attempt, "check", partial(check, rows, size)) if checks else None
+    ready = compile_all(rows, {name: partial(make, name) for name in names}, compare)
     measure(rows, list(ready.values()), size.examples * size.positions, parameters=parameters)
     if profiled:
         rows.attempt(
@@ -460,11 +468,11 @@ def main() -> int:
     rows, size = Rows(args.out, args.seconds), small if args.small else large
     size = replace(size, layers=args.layers or size.layers)
     names = args.variants or (VARIANTS if size.model == "decoder" else QWEN3_VARIANTS)
-    if not args.no_check:
+    if args.mesh and not args.no_check:
         rows.attempt("check", lambda: check(rows, size))
     if args.tune:
         rows.attempt("tune", lambda: tune_layers(rows, size, args.out / "tiles.json"))
-    one = partial(one_gpu, rows, size, names, profiled=args.profile)
+    one = partial(one_gpu, rows, size, names, checks=not args.no_check, profiled=args.profile)
     rows.attempt("steps", lambda: two_gpus(rows, size, args.quantize) if args.mesh else one())
     return 0
 

@@ -9,9 +9,9 @@ adapter after another with four prompts each (three adapters are timed, and all 
 batches of transformers have one adapter. Bytes of a pass
 are those of the base's projections and head, of all A and B, and of the filled cache; the bound is their time at the
 bandwidth that a plain read reaches here. A pass is timed while all rows run and none starts; the bound of a whole run
-sums that of its passes, without prompts. Rows are also written to DIR/generate.jsonl. Parts: `runs` of both sizes,
-`passes` of both sizes and the copy of an adapter to a sampler, `fp8`: passes with a base of fp8 beside those of
-bfloat16, `peers`, and `variants` of passes.
+sums that of its passes, without prompts. Rows are also written to DIR/generate.jsonl. Parts: `runs` of both sizes or of
+`few` rows, `passes` of both sizes and the copy of an adapter to a sampler, `fp8`: passes with a base of fp8 beside
+those of bfloat16, `peers`, and `variants` of passes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SMALL = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
     "head_dim": 16, "max_positions": 512,
 }  # fmt: skip
-PARTS = ("runs", "passes", "fp8", "peers", "variants")
+PARTS = ("runs", "few", "passes", "fp8", "peers", "variants")
 ADAPTERS, RANK, EACH, PROMPT, NEW = 16, 16, 4, 256, 512
 PEFT_NEW, STEPS = 64, 8
 PEFT_ADAPTERS = 3  # that are timed one after another
@@ -93,7 +93,7 @@ def _rows(small: bool, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
     stage = random_stage(config, adapters, jnp.bfloat16)
     sizes = few, many = (8, 16) if small else (64, 256)
     filled, rates, pass_ms = prompt + new // 2, [0.0], dict[int, float]()
-    for rows in (many, few) if "runs" in parts else ():
+    for rows in (many, few) if "runs" in parts else (few,) if "few" in parts else ():
         requests = _requests(config, rows, adapters, prompt, new)
         for row in guarded(f"{rows} rows", _our_rows(stage, requests, rows, bandwidth)):
             rates.append(row.get("tokens_per_s", 0.0))

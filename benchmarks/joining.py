@@ -39,8 +39,8 @@ import lorafusion_jax as lf
 from benchmarks.conditions import conditions
 from benchmarks.end_to_end import VARIANTS, Bench, Variant
 from benchmarks.harness import add_row, command_line
+from benchmarks.random_base import add_base_option, random_base
 from benchmarks.random_job import SHAPE, SMALL
-from benchmarks.starting import write_base
 from lorafusion_jax.config.schema import JobConfig, MeshSettings
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.machine import prepare_machine
@@ -52,6 +52,7 @@ from scheduling import AdapterJob, simulate
 WAYS = {"single": "one by one", "ours": "together"}
 SIZES = (1 / 16, 3 / 16, 1 / 2)  # of the capacity; each compiles once for each number of adapters
 PARTS = ("rl", "sft", "search")
+SEARCHES = {"halving": (True, "none"), "whole": (False, "none"), "fp8": (True, "fp8")}  # with halving?, base
 SHOWN_EVERY_S = 5.0  # the steps of a search
 REWARD = (
     "def reward(completions):\n    return [sum(map(str.islower, text)) / (len(text) + 1) for text in completions]\n"
@@ -144,6 +145,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=900.0, help="seconds; nothing new starts after them")
     parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=list(SEARCHES), help="of the part `search`")
+    add_base_option(parser)
     options = parser.parse_args()
     stop = time.monotonic() + options.budget
     if not options.small:
@@ -191,7 +194,7 @@ def rl(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]:
     prompt, group, prompts, new, steps = (16, 4, 2, 8, 3) if options.small else (256, 16, 4, 512, 3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        base = _base(folder, options.small)
+        base = random_base(options.base or folder / "base", small=options.small)
         (folder / "reward.py").write_text(REWARD)
         draw = np.random.default_rng(0)
         words = ["".join(map(chr, row)) for row in draw.integers(97, 122, (prompts * steps, prompt))]
@@ -252,13 +255,14 @@ def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]
     rows, tokens = (32, 16) if options.small else (32, 270)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        base, vocab = _base(folder, options.small), (SMALL if options.small else SHAPE)["vocab_size"]
+        base = random_base(options.base or folder / "base", small=options.small)
+        vocab = (SMALL if options.small else SHAPE)["vocab_size"]
         draw = np.random.default_rng(0)
         lengths = draw.lognormal(np.log(tokens) - 0.2, 0.62, rows + 4).clip(8, 4 * tokens).astype(int)
         data = [json.dumps({"input_ids": draw.integers(300, vocab, length).tolist()}) for length in lengths]
         (folder / "train.jsonl").write_text("\n".join(data[:rows]))
         (folder / "eval.jsonl").write_text("\n".join(data[rows:]))
-        for halving, quantize in ((True, "none"), (False, "none"), (True, "fp8")):
+        for halving, quantize in (SEARCHES[name] for name in options.searches):
             if time.monotonic() > stop:
                 return
             job = {
@@ -381,15 +385,6 @@ def _written(job: dict[str, Any], folder: Path) -> Path:
     path = folder.parent / "job.yaml"
     path.write_text(json.dumps(job))  # JSON is YAML
     return path
-
-
-def _base(folder: Path, small: bool) -> Path:
-    """A random base of files: 16 GB of 8B. Its tokenizer has fewer ids than the base, which is enough for prompts."""
-    if not (folder / "base").exists():
-        write_base(folder / "base", SMALL if small else SHAPE, (SMALL if small else SHAPE)["num_layers"])
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / "base" / file).write_bytes((Path("examples/base") / file).read_bytes())
-    return folder / "base"
 
 
 if __name__ == "__main__":

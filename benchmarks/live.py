@@ -24,7 +24,6 @@ import json
 import os
 import random
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -38,12 +37,11 @@ from pathlib import Path
 from benchmarks.conditions import conditions
 from benchmarks.harness import command_line
 from benchmarks.live_simulated import Arrival, simulated_ends
+from benchmarks.random_base import add_base_option, random_base
 from benchmarks.random_job import SHAPE, SMALL, write_data
-from benchmarks.starting import write_base
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.serve.client import Client, Job
 from scheduling import AdapterJob, Plan, make_plan
@@ -61,20 +59,19 @@ def main() -> int:
     parser.add_argument("--rows", type=int, help="samples of a job (default: 96, or 24 with --small)")
     parser.add_argument("--places", type=int, help="of the session (default: 16, or 4 with --small)")
     parser.add_argument("--small", action="store_true")
+    add_base_option(parser)
     options = parser.parse_args()
     until = time.monotonic() + options.most
     options.out.mkdir(parents=True, exist_ok=True)
-    small, shape = options.small, SMALL if options.small else SHAPE
+    small = options.small
     with tempfile.TemporaryDirectory(prefix="live_", dir=options.work) as folder:
         work = Path(folder)
-        write_base(work / "base", shape, shape["num_layers"])
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(examples_directory() / "base" / name, work / "base" / name)
+        base = random_base(options.base or work / "base", small=small)
         rows = options.rows or (24 if small else 96)
-        specs = [make_spec(work, number, rows, small) for number in range(6 if small else 32)]
+        specs = [make_spec(work, base, number, rows, small) for number in range(6 if small else 32)]
         over_s = options.over or (15.0 if small else 300.0)
         places = options.places or (4 if small else 16)
-        row = run(work, specs, options.out, places, over_s=over_s, until=until, small=small)
+        row = run(work, base, specs, options.out, places, over_s=over_s, until=until, small=small)
         row |= {"over_s": over_s, "rows": rows, "places": places}
     print(json.dumps(row, indent=1))
     with (options.out / "live.jsonl").open("a", encoding="utf-8") as file:
@@ -82,11 +79,11 @@ def main() -> int:
     return 0
 
 
-def make_spec(work: Path, number: int, rows: int, small: bool) -> dict:
+def make_spec(work: Path, base: Path, number: int, rows: int, small: bool) -> dict:
     """A job with its own data."""
     mean, spread, longest = (40, 20, 100) if small else (500, 400, 2000)
     file = work / f"rows-{number}.jsonl"
-    write_data(file, mean, spread, rows, work / "base" / "tokenizer.json", longest)
+    write_data(file, mean, spread, rows, base / "tokenizer.json", longest)
     return {
         "name": f"job-{number}",
         "base": "base",
@@ -98,7 +95,7 @@ def make_spec(work: Path, number: int, rows: int, small: bool) -> dict:
 
 
 def run(
-    work: Path, specs: list[dict], out: Path, places: int, *, over_s: float, until: float, small: bool
+    work: Path, base: Path, specs: list[dict], out: Path, places: int, *, over_s: float, until: float, small: bool
 ) -> dict[str, object]:
     """Serves the jobs and returns the measurements.
 
@@ -109,7 +106,7 @@ def run(
     settings = [f"batch.capacity_tokens={capacity}", f"batch.tile_tokens={tile}"]
     settings += ["base.dtype=float32", "train.block_layers=1"] if small else []
     home, rank = work / "home", 4 if small else 16
-    command = [sys.executable, "-m", "lorafusion_jax", "serve", "--home", str(home), "--base", f"base={work / 'base'}"]
+    command = [sys.executable, "-m", "lorafusion_jax", "serve", "--home", str(home), "--base", f"base={base}"]
     with (work / "server.txt").open("wb") as log:
         server = subprocess.Popen(
             [*command, "--places", f"{rank}:{places}", "--port", "0", *settings],
@@ -123,7 +120,7 @@ def run(
         ready_s, programs = time.monotonic() - began, len(compiled(home))
         print(f"ready after {ready_s:.1f} s, {programs} programs", flush=True)
         jobs = submit_over(client, specs, over_s)
-        planned = [planner_job(work, spec, capacity, tile) for spec in specs]
+        planned = [planner_job(base, spec, capacity, tile) for spec in specs]
         offline = make_plan(planned, capacity_tokens=capacity, num_stages=1, tile_tokens=tile)
         try:
             for job in jobs:
@@ -230,10 +227,10 @@ def summary(values: list[float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in named.items()}
 
 
-def planner_job(work: Path, spec: dict, capacity: int, tile: int) -> AdapterJob:
+def planner_job(base: Path, spec: dict, capacity: int, tile: int) -> AdapterJob:
     batch = {"capacity_tokens": capacity, "tile_tokens": tile}
     adapter = {key: spec[key] for key in ("name", "data", "lora", "batch", "seed")}
-    config = parse_config(source_of({"base": {"model": str(work / "base")}, "batch": batch, "adapters": [adapter]}))
+    config = parse_config(source_of({"base": {"model": str(base)}, "batch": batch, "adapters": [adapter]}))
     (job,) = train_jobs(config, prepare(config))
     return job
 

@@ -26,15 +26,6 @@ SMALL = {
     "num_kv_heads": 2,
     "head_dim": 16,
 }
-WRITE = """
-import sys, json, jax.numpy as jnp
-from flax import nnx
-from lorafusion_jax.models import Decoder, ModelConfig, RopeScaling, save_decoder
-shape = json.loads(sys.argv[2])
-scaling = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
-config = ModelConfig(family="llama", rope_scaling=scaling, max_positions=131072, **shape)
-save_decoder(Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), sys.argv[1], shard_bytes=5 * 2**30)
-"""
 
 
 def write_data(path: Path, mean: float, spread: float, rows: int, tokenizer_file: Path, longest: int) -> None:

@@ -22,16 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import ml_dtypes  # noqa: F401 - numpy's bfloat16, for safetensors
 import yaml
-from safetensors.numpy import load_file, save_file
 
 from benchmarks.conditions import conditions
 from benchmarks.harness import add_row, command_line
-from benchmarks.random_job import SMALL, WRITE, write_data
+from benchmarks.random_base import write_base
+from benchmarks.random_job import SMALL, write_data
 from lorafusion_jax.checkpoint.begun_folder import read_start
 from lorafusion_jax.signals import INTERRUPTED
 
@@ -46,7 +44,6 @@ SHAPES = {
     },
 }  # fmt: skip
 NAMES = ("a", "b", "c", "d")
-FIRST = "model.layers.0."
 WITHOUT = (
     "from lorafusion_jax.session import ahead; ahead.CORES = 10**6; from lorafusion_jax.__main__ import main; main()"
 )
@@ -88,30 +85,6 @@ def main() -> int:
                     print(phase_table(row), flush=True)
                     add_row(options.out / "starting.jsonl", row)
     return 0
-
-
-def write_base(base: Path, shape: dict, layers: int) -> None:
-    """One layer by the product's own writer, then copies of it under the names of the others."""
-    one_layer = json.dumps(shape | {"num_layers": 1})
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", WRITE, str(base), one_layer], check=True, env=environment)
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
-    tensors = {name: tensor for file in base.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    for file in (*base.glob("*.safetensors"), *base.glob("*.index.json")):
-        file.unlink()
-    layer = {name: tensor for name, tensor in tensors.items() if name.startswith(FIRST)}
-    shards = {"rest": {name: tensor for name, tensor in tensors.items() if name not in layer}}
-    for number in range(layers):
-        layer_tensors = {name.replace(FIRST, f"model.layers.{number}."): tensor for name, tensor in layer.items()}
-        shards[f"{number:03}"] = layer_tensors
-    files = {name: f"model-{name}.safetensors" for name in shards}
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: save_file(shards[name], base / files[name], metadata={"format": "pt"}), shards))
-    index = {tensor: files[name] for name, tensors in shards.items() for tensor in tensors}
-    total = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors.values())
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
-    (base / "model.safetensors.index.json").write_text(text)
 
 
 def write_job(work: Path, options: argparse.Namespace, quantize: str) -> None:

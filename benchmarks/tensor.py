@@ -27,8 +27,8 @@ import numpy as np
 import yaml
 
 from benchmarks.harness import add_row, command_line
+from benchmarks.random_base import write_base
 from benchmarks.random_job import SHAPE, SMALL
-from benchmarks.starting import write_base
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config import load_config
 from lorafusion_jax.families.model import ModelConfig

@@ -2,6 +2,7 @@
 
     python -m benchmarks.thousand --out results/thousand --budget 200      # one H200, Llama-3.1-8B's shape
     python -m benchmarks.thousand --out results/thousand --adapters 4096 --rank 4
+    python -m benchmarks.thousand --out results/thousand --tile 64 --most 15 --base DIR    # of benchmarks.random_base
     python -m benchmarks.thousand --out /tmp/try --small                   # in miniature on a CPU
 
 Rows of `thousand.jsonl`:
@@ -17,6 +18,7 @@ One session does all of it. Weights of the base and words are random; seconds of
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 import time
@@ -28,8 +30,7 @@ import numpy as np
 
 from benchmarks.conditions import conditions
 from benchmarks.harness import add_row, command_line
-from benchmarks.random_job import SHAPE, SMALL
-from benchmarks.starting import write_base
+from benchmarks.random_base import add_base_option, random_base
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.config.schema import JobConfig
@@ -57,26 +58,29 @@ def main() -> int:
     parser.add_argument("--adapters", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--tile", type=int, default=128, help="rows of a tile: 64 pads short rows less")
+    parser.add_argument("--most", type=float, default=max(SECONDS.values()), help="seconds of a round, at most")
+    add_base_option(parser)
     options = parser.parse_args()
     stop = time.monotonic() + options.budget
-    for row in measure(options.small, options.adapters, options.rank, options.tile):
+    for row in measure(options):
         add_row(options.out / "thousand.jsonl", row)
         if time.monotonic() > stop:
             break
     return 0
 
 
-def measure(small: bool, many: int, rank: int, tile: int) -> Iterator[dict[str, Any]]:
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prepare_machine()
-    many, places, tile = (24, 16, 16) if small else (many, 64, tile)
+    small, rank = options.small, options.rank
+    many, places, tile = (24, 16, 16) if small else (options.adapters, 64, options.tile)
     many = min(many, MOST_ADAPTERS - places - FEW)  # of a job, with the others
     with tempfile.TemporaryDirectory() as name:
-        write_base(Path(name) / "base", SMALL if small else SHAPE, (SMALL if small else SHAPE)["num_layers"])
-        training = Training(write_inputs(Path(name), small, many, places, rank, tile))
+        base = random_base(options.base or Path(name) / "base", small=small)
+        training = Training(write_inputs(Path(name), base, small, many, places, rank, tile))
         yield {"part": "microbatch", **microbatches(training, places), **conditions()}
         few_rate = 0.0
         for group in ("few", "user"):
-            for row in turns(training, group, places):
+            for row in turns(training, group, places, options.most):
                 few_rate = few_rate or row["tokens_per_s"]
                 peak = training.session.facts.peak_bytes
                 of_few = row["tokens_per_s"] / few_rate
@@ -84,7 +88,7 @@ def measure(small: bool, many: int, rank: int, tile: int) -> Iterator[dict[str, 
         training.session.close()
 
 
-def write_inputs(folder: Path, small: bool, many: int, places: int, rank: int, tile: int) -> JobConfig:
+def write_inputs(folder: Path, base: Path, small: bool, many: int, places: int, rank: int, tile: int) -> JobConfig:
     """A job of many adapters with two batches each, and of a few with as many rows of the same lengths."""
     draw, entries = np.random.default_rng(0), []
     capacity, scale = (512, 0.1) if small else (8192, 1.0)
@@ -100,7 +104,7 @@ def write_inputs(folder: Path, small: bool, many: int, places: int, rank: int, t
         path.write_text("".join(json.dumps(row) + "\n" for row in data))
         entries.append({"name": name, "data": {"train": str(path), "max_length": capacity // 2}})
     job = {
-        "base": {"model": str(folder / "base")},
+        "base": {"model": str(base)},
         "batch": {"capacity_tokens": capacity, "tile_tokens": tile, "global_samples": BATCH},
         "lora": {"rank": rank, "dropout": 0.0, "targets": TARGETS},
         "train": {"resident": places},
@@ -183,7 +187,7 @@ def microbatches(training: Training, places: int) -> dict[str, Any]:
     return result | {"ratio": result["many_s"] / result["few_s"]}
 
 
-def turns(training: Training, group: str, places: int) -> Iterator[dict[str, Any]]:
+def turns(training: Training, group: str, places: int, most_s: float) -> Iterator[dict[str, Any]]:
     """Trains the adapters of a group; where they are more than places, they leave after each step. Yields rounds."""
     jobs = [job for job in train_jobs(training.config, training.prepared) if job.name.startswith(group)]
     batch, in_turn = training.config.batch, len(jobs) > places
@@ -204,7 +208,7 @@ def turns(training: Training, group: str, places: int) -> Iterator[dict[str, Any
     slot, _ = training.run(plan, 0, WARM, 1e9)  # compiles
     for name, end in ends.items():
         training.moving_s, training.moves = 0.0, 0
-        reached, took = training.run(plan, slot, end, SECONDS[name])
+        reached, took = training.run(plan, slot, end, min(SECONDS[name], most_s))
         figures = {"slots": reached - slot, "tokens_per_s": sum(tokens[slot:reached]) / took, "seconds": took}
         figures |= {"moving_s": training.moving_s, "moves": training.moves, "plan_s": plan_s}
         yield {"part": name, "adapters": len(jobs), "places": places, "slots_of_plan": plan.num_slots, **figures}
