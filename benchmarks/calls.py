@@ -281,10 +281,12 @@ def run_jobs(
         turn: runs a window, or something else; it returns whether it had anything to run.
     """
     session, tasks = windows.session, []
-    for number, name in enumerate(names):
+    for name in names:
         job = select_adapters(config, [name])
         tasks.append(Task.of(job, prepare(job)))
-        session.start(number, tasks[-1])
+        free_place = session.find_place(tasks[-1].spec)
+        assert free_place is not None
+        session.start(free_place, tasks[-1])
     note("jobs begin")
     until(windows, lambda: all(task.step >= 1 for task in tasks), turn)
     note("jobs are timed")

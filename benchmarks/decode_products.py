@@ -1,17 +1,20 @@
-"""What do joined products of decoding gain over separate ones, with a base of bfloat16 and of fp8?
+"""What do other ways to multiply gain in a pass of decoding, with a base of bfloat16 and of fp8?
 
     python -m benchmarks.decode_products --out DIR [--budget 270] [--small] [--parts passes gaps]
 
 Qwen3-8B's shape as in `benchmarks.generate`, 16 adapters of rank 16, 64 and 256 rows with 512 positions each. No prompt
-is read: passes run over a cache of zeros, which costs the same. Both ways take turns within one process, three times
-each; `over_separate` is the separate products' time over that of a row. `gaps`: log p of sampled tokens beside that of
-the same tokens as a prompt, which training's kernels read. Rows are also written to DIR/decode_products.jsonl.
+is read: passes run over a cache of zeros, which costs the same. The ways take turns within one process, three times
+each; `over_separate` is the separate products' time over that of a row. Ways: `joined`: all products of an input in two
+launches, as decoding does with 64 rows in bfloat16; `joined 8-bit`: in three, with fp8; `unmerged`: XLA merges no
+products of one input, of which it makes one slower kernel for queries, keys and values. `gaps`: log p of sampled tokens
+beside that of the same tokens as a prompt, which training's kernels read. Rows are also written to
+DIR/decode_products.jsonl.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -46,7 +49,13 @@ from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.weights.table import NONE
 
 PARTS = ("passes", "gaps")
-WAYS = {"separate": row_adapters.SEPARATE, "joined": row_adapters.NAME}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # backend, options of the compiler
+    "separate": (row_adapters.SEPARATE, {}),
+    "joined": (row_adapters.NAME, {}),
+    "joined 8-bit": (row_adapters.JOINED_8BIT, {}),
+    "unmerged": (row_adapters.SEPARATE, {"xla_gpu_dot_merger_threshold_mb": 0}),
+}
+GAPS = ("joined", "separate")
 TURNS, CALLS = 3, 3  # of each way, and calls of STEPS passes in a turn
 
 
@@ -71,46 +80,32 @@ def _rows(small: bool, parts: Any) -> Iterator[dict[str, Any]]:
     bandwidth = read_bandwidth(2**24 if small else 2**32)
     yield {"section": "read", "gb_per_s": bandwidth / 1e9}
     stages = dict[str, Stage]()
-    programs = dict[str, GenerationPrograms]()
+    programs = dict[str, dict[str, GenerationPrograms]]()  # by base and way
     for rows, base in ((few, "bf16"), (few, "fp8"), (many, "bf16"), (many, "fp8")):
         if base not in stages:
             stages[base] = random_stage(config, adapters, jnp.bfloat16, NONE if base == "bf16" else base)
-            programs[base] = GenerationPrograms(stages[base])
+            programs[base] = {way: GenerationPrograms(stages[base], options) for way, (_, options) in WAYS.items()}
         if "passes" in parts:
-            timed = _pass_rows(stages[base], programs[base], base, rows, filled, bandwidth)
+            others = {(few, "bf16"): ["joined"], (many, "bf16"): ["unmerged"]}.get(
+                (rows, base), ["joined 8-bit", "unmerged"]
+            )
+            ways = ["separate", *others]
+            timed = _pass_rows(stages[base], {way: programs[base][way] for way in ways}, base, rows, filled, bandwidth)
             yield from guarded(f"{base}, {rows} rows", timed)
         if "gaps" in parts and (rows, base) == (many, "bf16"):
-            yield from guarded("gaps", _gap_rows(stages[base], programs[base], few, filled))
+            yield from guarded("gaps", _gap_rows(stages[base], programs[base]["separate"], few, filled))
 
 
 def _pass_rows(
-    stage: Stage, programs: GenerationPrograms, base: str, rows: int, filled: int, bandwidth: float
+    stage: Stage, programs: dict[str, GenerationPrograms], base: str, rows: int, filled: int, bandwidth: float
 ) -> Iterator[dict[str, Any]]:
-    """Times both ways in turns, then the kernels of each."""
+    """Times the ways in turns, then the kernels of each."""
     adapters = len(stage.parts.specs)
-    blocks = -(-filled // BLOCK)
-    passes = Passes([stage], [programs], slots=adapters, rows=rows, blocks=rows * blocks)
-    specs = dict(stage.occupied)
-    passes.hold([Sampler(number=n, adapter=n, name=specs[n].name, spec=specs[n]) for n in range(adapters)])
-    assert all(passes.put(number, number) for number in range(adapters))
-    slots = np.arange(rows, dtype=np.int32) % adapters
-    at = Position(
-        np.full(rows, filled - STEPS - 1, np.int32), np.full(rows, blocks * BLOCK, np.int32), slots,
-        np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks),
-    )  # fmt: skip
-    zeros = np.zeros(rows, np.float32)
-    choices = Choices(zeros, zeros.astype(np.int32), zeros + 1, zeros, np.zeros((rows, 2), np.uint32))
-    settings = RowSettings(number_B=zeros.astype(np.int32), slot_B=slots, choices=choices, mode=MODES[0])
-
-    def run() -> None:
-        passes.next_tokens(STEPS, at, settings)
-        jax.block_until_ready(passes.newest)
-
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    runs = {way: _pass(stage, way, programs[way], rows, filled) for way in programs}
+    times: dict[str, list[float]] = {way: [] for way in runs}
     for turn in range(1 + TURNS):
-        for way in WAYS:
+        for way, run in runs.items():
             began = time.perf_counter()
-            _take(way, programs)
             run()
             if not turn:
                 yield {"section": "first", "base": base, "rows": rows, "way": way, "s": time.perf_counter() - began}
@@ -128,15 +123,32 @@ def _pass_rows(
             "bound_ms": 1e3 * total / bandwidth, "of_bound": total / bandwidth / seconds,
             "over_separate": pass_s["separate"] / seconds,
         }  # fmt: skip
-    for way in WAYS:
-        _take(way, programs)
+    for way, run in runs.items():
         yield from kernel_rows(f"{base}, {way}", rows, run)
 
 
-def _take(way: str, programs: GenerationPrograms) -> None:
-    """The next passes multiply in this way. Programs of prompts do not depend on it and stay."""
-    row_adapters.NAME = WAYS[way]
-    programs.next_inputs.clear_cache()
+def _pass(stage: Stage, way: str, programs: GenerationPrograms, rows: int, filled: int) -> Callable[[], None]:
+    """A function that runs and awaits some passes."""
+    adapters, blocks = len(stage.parts.specs), -(-filled // BLOCK)
+    passes = Passes([stage], [programs], slots=adapters, rows=rows, blocks=rows * blocks)
+    specs = dict(stage.occupied)
+    passes.hold([Sampler(number=n, adapter=n, name=specs[n].name, spec=specs[n]) for n in range(adapters)])
+    assert all(passes.put(number, number) for number in range(adapters))
+    slots = np.arange(rows, dtype=np.int32) % adapters
+    at = Position(
+        np.full(rows, filled - STEPS - 1, np.int32), np.full(rows, blocks * BLOCK, np.int32), slots,
+        np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks),
+    )  # fmt: skip
+    zeros = np.zeros(rows, np.float32)
+    choices = Choices(zeros, zeros.astype(np.int32), zeros + 1, zeros, np.zeros((rows, 2), np.uint32))
+    settings = RowSettings(number_B=zeros.astype(np.int32), slot_B=slots, choices=choices, mode=MODES[0])
+
+    def run() -> None:
+        row_adapters.NAME = WAYS[way][0]  # is read when a program is traced
+        passes.next_tokens(STEPS, at, settings)
+        jax.block_until_ready(passes.newest)
+
+    return run
 
 
 def _gap_rows(stage: Stage, programs: GenerationPrograms, rows: int, filled: int) -> Iterator[dict[str, Any]]:
@@ -153,8 +165,9 @@ def _gap_rows(stage: Stage, programs: GenerationPrograms, rows: int, filled: int
             engine.step()
         return submitted
 
-    for way in reversed(WAYS):
-        _take(way, programs)
+    for way in GAPS:
+        row_adapters.NAME = WAYS[way][0]
+        programs.next_inputs.clear_cache()  # programs of prompts do not depend on the way, and stay
         began = time.perf_counter()
         settings = [Sampling(max_tokens=new, temperature=1.0, seed=seed, stop_tokens=()) for seed in range(rows)]
         pairs = list(zip(prompts, settings, strict=True))

@@ -179,6 +179,7 @@ def cases(gpu: Gpu) -> Iterator[tuple[str, int, Callable[[], None]]]:
     yield "delta rule", 0, delta_rule
     yield "decoding", 0, decoding
     yield "joined products of decoding", 0, joined_products
+    yield "joined products of decoding, 8-bit", 0, partial(joined_products, fp8=True)
 
 
 def linear(backend: str, rank: int, adapters: int, rate: float, gpu: Gpu = GPUS["h200"]) -> None:
@@ -357,19 +358,26 @@ def decoding() -> None:
     )
 
 
-def joined_products() -> None:
+def joined_products(*, fp8: bool = False) -> None:
     """Query, key and value of Qwen3-8B for 64 rows of 16 adapters."""
     import jax.numpy as jnp
 
     from pallas_kernels.linear.triton.row_products import row_products
+    from pallas_kernels.linear.triton.row_products_8bit import row_products as row_products_8bit
     from pallas_kernels.problem import Operands, Static
+    from pallas_kernels.quantised.fp8 import Fp8Weight
 
     rows, width, adapters, rank, outs = 64, 4096, 16, 16, (4096, 1024, 1024)
+
+    def weight(n: int) -> Any:
+        if not fp8:
+            return jnp.zeros((width, n), jnp.bfloat16)
+        return Fp8Weight(values=jnp.zeros((n, width), jnp.float8_e4m3fn), scales=jnp.ones(n))
 
     def make():
         return Operands(
             x=jnp.zeros((rows, width), jnp.bfloat16),
-            ws=tuple(jnp.zeros((width, n), jnp.bfloat16) for n in outs),
+            ws=tuple(weight(n) for n in outs),
             as_=tuple(jnp.zeros((adapters, width, rank), jnp.bfloat16) for _ in outs),
             bs=tuple(jnp.zeros((adapters, rank, n), jnp.bfloat16) for n in outs),
             biases=(None,) * len(outs),
@@ -379,7 +387,8 @@ def joined_products() -> None:
         )
 
     static = Static(tile=1, num_adapters=adapters, single=False)
-    compile_for(GPUS["h200"], lambda ops: row_products(static, ops), make)
+    products = row_products_8bit if fp8 else row_products
+    compile_for(GPUS["h200"], lambda ops: products(static, ops), make)
 
 
 def norm(implementation: Any = None, gpu: Gpu = GPUS["h200"]) -> None:

@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         base = random_base(options.base or Path(name) / "base", small=small)
         training = Training(write_inputs(Path(name), base, small, many, places, rank, tile))
-        yield {"part": "microbatch", **microbatches(training, places), **conditions()}
+        yield {"part": "microbatch", **microbatches(training, places), "rank": rank, "tile": tile, **conditions()}
         few_rate = 0.0
         for group in ("few", "user"):
             for row in turns(training, group, places, options.most):

@@ -56,6 +56,21 @@ class DequantisableWeight(QuantisedWeight, Protocol):
         ...
 
 
+@runtime_checkable
+class EightBitWeight(QuantisedWeight, Protocol):
+    """W[k, n] = values[n, k] · scales[n], which multiplies rows of the same type."""
+
+    @property
+    def values(self) -> Float[Array, "N K"]: ...
+
+    @property
+    def scales(self) -> Float[Array, " N"]: ...
+
+    def rounded_rows(self, x: Float[Array, "T K"]) -> tuple[Float[Array, "T K"], Float[Array, "T 1"]]:
+        """x as it is multiplied, in the type of the values, and a scale of each row; in one launch on a GPU."""
+        ...
+
+
 type FrozenWeight = jax.Array | QuantisedWeight
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.cost import Cost
+from pallas_kernels.device import has_fp8_products, interprets
 from pallas_kernels.dropout import BLOCK, WORDS
 
 
@@ -70,6 +71,24 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, trans_lhs: bool = False, trans_rhs: b
     """Multiplies two tiles with float32 accumulation; float32 tiles without rounding to tf32."""
     precision = "highest" if lhs.dtype == jnp.float32 else None
     return plt.dot(lhs, rhs, trans_a=trans_lhs, trans_b=trans_rhs, precision=precision)
+
+
+def dot_8bit(lhs: jax.Array, rhs: jax.Array, acc: jax.Array) -> jax.Array:
+    """acc + lhs rhs^T of e4m3 tiles [rows, depth] and [columns, depth]."""
+    if interprets():  # the same values in a type that a CPU multiplies
+        return acc + dot(lhs.astype(jnp.float32), rhs.astype(jnp.float32), trans_rhs=True)
+    from pallas_kernels.fp8_dot import fp8_dot
+
+    return fp8_dot(lhs, rhs, acc)
+
+
+def has_dot_8bit() -> bool:
+    """Whether `dot_8bit` serves: on sm_89 and newer, and where kernels are interpreted."""
+    try:
+        import pallas_kernels.fp8_dot  # noqa: F401
+    except (ImportError, AttributeError):  # another version of jax
+        return interprets()
+    return interprets() or has_fp8_products()
 
 
 def keep_tile(bits_ref: Any, row0: jax.Array, col0: jax.Array, rows: int, columns: int) -> jax.Array:

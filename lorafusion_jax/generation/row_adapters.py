@@ -20,6 +20,7 @@ from pallas_kernels.frozen_weight import frozen_product
 from pallas_kernels.problem import Operands, Static
 
 NAME, SEPARATE = "_row_adapters", "_separate_row_adapters"  # the second to compare with
+JOINED_8BIT = "_joined_8bit_row_adapters"  # has not been measured
 
 
 class RowAdapters:
@@ -27,10 +28,11 @@ class RowAdapters:
 
     Args:
         joined: all products of an input take two launches, where kernels serve them.
+        joined_8bit: so do products with weights of 8-bit floats.
     """
 
-    def __init__(self, *, joined: bool):
-        self._joined = joined
+    def __init__(self, *, joined: bool, joined_8bit: bool = False):
+        self._joined, self._joined_8bit = joined, joined_8bit
 
     def unsupported_reason(self, static: Static, ops: Operands) -> str | None:
         return None if static.tile == 1 and ops.dropout is None else "it wants an adapter for every row, and no dropout"
@@ -41,6 +43,11 @@ class RowAdapters:
 
             if row_products.row_products_unsupported_reason(ops) is None:
                 return row_products.row_products(static, ops), (), None
+        if self._joined_8bit and target_platform() in ("gpu", "cuda"):
+            from pallas_kernels.linear.triton import row_products_8bit as of_8bit  # loads Pallas
+
+            if of_8bit.row_products_unsupported_reason(ops) is None:
+                return of_8bit.row_products(static, ops), (), None
         mine_TA1 = (ops.tile_adapter[:, None] == jnp.arange(static.num_adapters))[:, :, None]
         downs = dict(zip(ops.with_lora, _down(ops), strict=True))
         return tuple(self._product(static, ops, i, downs.get(i), mine_TA1) for i in range(len(ops.ws))), (), None
@@ -90,4 +97,5 @@ def _precision(dtype: Any) -> str | None:
 
 
 backend.register(NAME, RowAdapters(joined=True))
+backend.register(JOINED_8BIT, RowAdapters(joined=True, joined_8bit=True))
 backend.register(SEPARATE, RowAdapters(joined=False))

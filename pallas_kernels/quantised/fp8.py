@@ -86,6 +86,12 @@ class Fp8Weight:
         sums = self.transposed_sums(dy8, dy.dtype)
         return (sums.astype(jnp.float32) * scales).astype(dy.dtype)
 
+    def rounded_rows(self, x: Float[Array, "T K"]) -> tuple[Float[Array, "T K"], Float[Array, "T 1"]]:
+        """See `EightBitWeight`."""
+        from pallas_kernels.quantised import passes  # loads Pallas
+
+        return passes.load().round_rows(x, interpret=target_platform() == "cpu")
+
     def sums(self, x8: Float[Array, "*B K"], dtype: jnp.dtype) -> Float[Array, "*B N"]:
         """x W without any scale, as wide as a result of type `dtype` wants."""
         return sum_last(x8, self.values, _sum_type(dtype))

@@ -11,6 +11,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from lorafusion_jax.generation import row_adapters
 from pallas_kernels import multi_lora_linears
 from pallas_kernels.linear.triton.down_all import down_all
+from pallas_kernels.quantised.fp8 import quantise
+from tests.cuda_lowering import H200, chosen_kernels
 
 SLOTS = np.array([2, -1, 0, 2, 1, 0, -1, 2], np.int32)
 
@@ -55,3 +57,11 @@ def test_one_launch_multiplies_by_the_a_of_siblings():
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         assert "triton" in jax.jit(down_all).trace(x, banks).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("backend", "kernels"), [(row_adapters.NAME, 1), (row_adapters.JOINED_8BIT, 3)])
+def test_products_of_8bit_weights_join_only_where_it_is_asked_for(backend, kernels):
+    x, w, a, b = (drawn(*shape, dtype=jnp.bfloat16) for shape in ((64, 256), (256, 64), (4, 256, 16), (4, 16, 64)))
+    options = {"tile_adapter": np.zeros(64, np.int32), "scale": np.ones(4, np.float32), "implementation": backend}
+    run = lambda x, a, b: multi_lora_linears(x, [quantise(w)], [a], [b], **options)  # noqa: E731
+    assert chosen_kernels(H200, run, x, a, b) == (kernels, 0)

@@ -13,22 +13,18 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.device import has_fp8_products, interprets
+from pallas_kernels.device import interprets
 from pallas_kernels.experts.fp8 import Fp8Experts
 from pallas_kernels.experts.rows import ExpertRows
 from pallas_kernels.experts.triton.blocks import FP8_CUTS, Blocks, fastest_blocks
 from pallas_kernels.experts.triton.low_rank import add_low_rank
 from pallas_kernels.sizes import row_block
-from pallas_kernels.triton_call import call, dot
+from pallas_kernels.triton_call import call, dot_8bit, has_dot_8bit
 
 
 def multiplies() -> bool:
     """Whether there are products of 8-bit floats: on sm_89 and newer, and where the kernels are interpreted."""
-    try:
-        import pallas_kernels.experts.triton.fp8_dot  # noqa: F401
-    except (ImportError, AttributeError):  # another version of jax
-        return interprets()
-    return interprets() or has_fp8_products()
+    return has_dot_8bit()
 
 
 def widened(lhs: jax.Array, w: Fp8Experts, rows: ExpertRows, *, transposed: bool) -> tuple[jax.Array, jax.Array]:
@@ -66,9 +62,7 @@ def gemm(
         def _():
             def step(i, acc):
                 inner = pl.ds(i * depth, depth)
-                return _multiplied(
-                    lhs_ref[tile_rows, inner], w_ref[pl.ds(expert * width + column0, columns), inner], acc
-                )
+                return dot_8bit(lhs_ref[tile_rows, inner], w_ref[pl.ds(expert * width + column0, columns), inner], acc)
 
             acc = lax.fori_loop(0, steps, step, jnp.zeros((tile, columns), jnp.float32))
             acc = acc * row_ref[tile_rows][:, None]
@@ -90,12 +84,3 @@ def gemm(
         interpret=interprets(),
         flops=2 * len(lhs) * width * values.shape[1],
     )
-
-
-def _multiplied(lhs: jax.Array, rhs: jax.Array, acc: jax.Array) -> jax.Array:
-    """acc + lhs rhs^T."""
-    if interprets():  # the same values in a type that a CPU multiplies
-        return acc + dot(lhs.astype(jnp.float32), rhs.astype(jnp.float32), trans_rhs=True)
-    from pallas_kernels.experts.triton.fp8_dot import fp8_dot
-
-    return fp8_dot(lhs, rhs, acc)

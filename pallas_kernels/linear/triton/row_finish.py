@@ -1,6 +1,6 @@
-"""What finishes the products of decoding: sums of parts, biases and S B of each row's adapter, in one launch.
+"""What finishes the products of decoding: sums of parts, scales, biases and S B of each row's adapter, in one launch.
 
-    y[t] = round(Σ_z parts[z, t] + bias + round(scale · S[t]) B[slot of t])
+    y[t] = round(Σ_z parts[z, t] · row_scale[t] · column_scale + bias + round(scale · S[t]) B[slot of t])
 
 Each row's S stands in the columns of its adapter and 0 in the others, so one product with the B of all adapters serves
 rows in any order, and nothing but zeros is added to a row for the others.
@@ -36,7 +36,8 @@ class Finish:
         b_CN: [A · R, N], adapters below each other; None without LoRA.
         rank: R, a power of two.
         offset: of its columns in S.
-        bias: [N].
+        bias, column_scale: [N]; the second with 8-bit weights.
+        row_scale: float32 [T], as well.
     """
 
     parts: Array
@@ -44,6 +45,8 @@ class Finish:
     rank: int = 0
     offset: int = 0
     bias: Array | None = None
+    column_scale: Array | None = None
+    row_scale: Array | None = None
 
 
 def row_finish(
@@ -62,7 +65,7 @@ def row_finish(
     """
     T = len(slot_T)
     counts = [p.parts.shape[2] // WIDTH for p in projections]
-    fields = ("parts", "b_CN", "bias")
+    fields = ("parts", "b_CN", "bias", "column_scale", "row_scale")
     arrays = [slot_T, scale_A] + ([] if s_ZTR is None else [s_ZTR.reshape(-1, s_ZTR.shape[2])])
     positions = []  # of the arrays of each projection among the operands
     for p in projections:
@@ -80,6 +83,10 @@ def row_finish(
             y = ref["parts"][0, rows, at]
             for part in range(1, p.parts.shape[0]):
                 y += ref["parts"][part, rows, at]
+            if p.row_scale is not None:
+                y *= ref["row_scale"][rows][:, None]
+            if p.column_scale is not None:
+                y *= ref["column_scale"][at][None, :]
             if p.bias is not None:
                 y += ref["bias"][at].astype(jnp.float32)[None, :]
             if p.b_CN is not None:

@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import interprets, num_sms
-from pallas_kernels.triton_call import call, dot
+from pallas_kernels.triton_call import call, dot, dot_8bit
 
 ROWS = 64  # of a program: a matrix unit of Hopper multiplies no fewer
 LOW_WIDTH = 64  # columns of A of a program
@@ -36,7 +36,7 @@ class RowSumsConfig:
 
     Attributes:
         width: columns of a frozen weight that a program has.
-        depth: features of a step.
+        depth: features of a step; of 8-bit weights twice as many.
         fill: programs for each multiprocessor below which the contraction is split further.
     """
 
@@ -68,18 +68,21 @@ def row_sums(
     lows: Sequence[Low],
     slot_T: Int[Array, " T"],
     *,
+    x8_TK: Array | None = None,
     config: RowSumsConfig | None = None,
 ) -> tuple[tuple[Float[Array, "Z T _"], ...], Float[Array, "Z T _"] | None]:
     """Returns parts of x W of each weight, and of S: x A of each row's own adapter, all projections side by side.
 
     Args:
         x_TK: T a multiple of `ROWS`, K of twice the depth.
-        ws: [K, N] in the type of x; N a multiple of `LOW_WIDTH`.
+        ws: [K, N] in the type of x, or all e4m3 [N, K]; N a multiple of `LOW_WIDTH`.
         slot_T: int32, -1 for a row without an adapter: its S holds anything.
+        x8_TK: e4m3, what 8-bit weights multiply.
     """
     config = config or RowSumsConfig()
     T, K = x_TK.shape
-    columns = [w.shape[1] for w in ws]
+    columns = [w.shape[1 if x8_TK is None else 0] for w in ws]
+    inputs = [x_TK] if x8_TK is None else [x_TK, x8_TK]
     widths = [config.width if count % config.width == 0 else LOW_WIDTH for count in columns]
     counts = [count // width for count, width in zip(columns, widths, strict=True)]
     counts += [-(-low.a_KC.shape[1] // LOW_WIDTH) for low in lows]
@@ -87,6 +90,7 @@ def row_sums(
     share, total_rank = K // parts, sum(low.rank for low in lows)
 
     def kernel(slot_ref, x_ref, *refs):
+        x8_ref, refs = (x_ref, refs) if x8_TK is None else (refs[0], refs[1:])
         row, tile, part = (pl.program_id(axis) for axis in range(3))
         w_refs, a_refs, outs = refs[: len(ws)], refs[len(ws) : len(counts)], refs[len(counts) :]
         rows, sums = pl.ds(row * ROWS, ROWS), partial(_sum_products, part * share, share)
@@ -94,18 +98,20 @@ def row_sums(
         def frozen(number: int, tile: Array) -> None:
             w_ref, width = w_refs[number], widths[number]
             at = pl.ds(tile * width, width)
-            outs[number][part, rows, at] = sums(
-                (ROWS, width), config.depth, lambda features: dot(x_ref[rows, features], w_ref[features, at])
-            )
+            if x8_TK is None:
+                add = lambda total, features: total + dot(x_ref[rows, features], w_ref[features, at])  # noqa: E731
+                outs[number][part, rows, at] = sums((ROWS, width), config.depth, add)
+            else:
+                add = lambda total, features: dot_8bit(x8_ref[rows, features], w_ref[at, features], total)  # noqa: E731
+                outs[number][part, rows, at] = sums((ROWS, width), 2 * config.depth, add)
 
         def low_rank(number: int, tile: Array) -> None:
             low, a_ref = lows[number], a_refs[number]
             at, last = pl.ds(tile * LOW_WIDTH, LOW_WIDTH), low.a_KC.shape[1] - 1
             if low.a_KC.shape[1] % LOW_WIDTH:  # columns beyond the last are of no adapter
                 at = jnp.minimum(tile * LOW_WIDTH + lax.iota(jnp.int32, LOW_WIDTH), last)
-            total = sums(
-                (ROWS, LOW_WIDTH), config.depth, lambda features: dot(x_ref[rows, features], a_ref[features, at])
-            )
+            add = lambda total, features: total + dot(x_ref[rows, features], a_ref[features, at])  # noqa: E731
+            total = sums((ROWS, LOW_WIDTH), config.depth, add)
             cell = part * T + row * ROWS + lax.iota(jnp.int32, ROWS)
             _store_own(outs[-1], total, low, tile, slot_ref[rows], cell)
 
@@ -116,7 +122,7 @@ def row_sums(
         out_shape.append(jax.ShapeDtypeStruct((parts * T, total_rank), jnp.float32))
     results = call(
         kernel,
-        [slot_T, x_TK, *ws, *(low.a_KC for low in lows)],
+        [slot_T, *inputs, *ws, *(low.a_KC for low in lows)],
         name="row_sums",
         grid=(T // ROWS, sum(counts), parts),
         out_shape=out_shape,
@@ -130,10 +136,10 @@ def row_sums(
 
 
 def _sum_products(
-    begin: Array, share: int, shape: tuple[int, int], depth: int, product: Callable[[Any], Array]
+    begin: Array, share: int, shape: tuple[int, int], depth: int, add: Callable[[Array, Any], Array]
 ) -> Array:
     """Sums the products of a share of the features, `depth` of them at a time."""
-    step = lambda at, total: total + product(pl.ds(begin + at * depth, depth))  # noqa: E731
+    step = lambda at, total: add(total, pl.ds(begin + at * depth, depth))  # noqa: E731
     return lax.fori_loop(0, share // depth, step, jnp.zeros(shape, jnp.float32))
 
 
