@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.console import out
-from lorafusion_jax.serve.client import Client
+from lorafusion_jax.serve.client import Client, ServiceError
 from lorafusion_jax.serve.server import open_database
 from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.store.keys import SCOPES, add_key
@@ -35,5 +35,9 @@ def submit_demo(url: str, settings: Settings) -> None:
             "batch": {"global_samples": batch},
             "epochs": 2,
         }
-        job_handle = Client(url, keys[owner]).submit(job)
+        try:
+            job_handle = Client(url, keys[owner]).submit(job)
+        except (ServiceError, OSError) as problem:  # the service was stopped meanwhile, mostly
+            out().print(f"{name} of {owner} was not submitted: {problem}", markup=False)
+            return
         out().print(f"{job_handle.id}: {name} of {owner}", highlight=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -75,7 +76,7 @@ def run_server(
 
     Raises:
         ConfigError: `serve.host`, `serve.mlora`: others could use it without a key; `serve.training-api`.
-        RunError: `serve.in-use`, `store.damaged`.
+        RunError: `serve.in-use`, `store.damaged`, `serve.address`.
     """
     with ExitStack() as resources:
         resources.enter_context(hold(settings))
@@ -102,11 +103,12 @@ def run_server(
                 f"without a key the service listens on this machine only, not on {host}.",
                 fix=f"lorafusion keys add admin --admin --home {settings.home}",
             )
+        sockets = resources.enter_context(bound(host, port))  # before a worker is started in vain
         streams = Streams(settings, db) if settings.training_api else None
         controller = Controller(settings, db, streams=streams)
         controller.start()
         resources.callback(controller.close)
-        app = build_app(Service(settings, db, controller), streams, names=(*LOCAL_NAMES, host, *host_names))
+        app = build_app(Service(settings, db, controller), streams, names=(*LOCAL_NAMES, in_url(host), *host_names))
         allow_files()
         config = server_config(app, host=host, port=port, timeout_graceful_shutdown=3)
 
@@ -114,7 +116,7 @@ def run_server(
             replace_text(settings.home / "address", url)
             on_start(url)
 
-        _Server(config, started).run()
+        _Server(config, started).run(sockets)
 
 
 def build_app(service: Service, streams: Streams | None, *, names: Sequence[str] = LOCAL_NAMES) -> FastAPI:
@@ -135,7 +137,42 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.started:
             port = self.servers[0].sockets[0].getsockname()[1]
-            self._on_start(f"http://{self.config.host}:{port}")
+            self._on_start(f"http://{in_url(self.config.host)}:{port}")
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Takes a port of all addresses of a host. Nobody is answered until the server listens.
+
+    Args:
+        port: 0: any free one.
+
+    Raises:
+        RunError: `serve.address`, another program listens there, or it is no address of this machine.
+    """
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+                sockets.append(stack.enter_context(socket.socket(family)))
+                sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of one that has just ended
+                if family == socket.AF_INET6:
+                    sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sockets[-1].bind((address[0], port, *address[2:]))
+                port = sockets[-1].getsockname()[1]
+        except OSError as problem:
+            raise RunError(
+                "serve.address",
+                f"the service cannot listen on {in_url(host)}:{port}: {problem.strerror}.",
+                fix="another --port (0: any free one), or a --host that is an address of this machine",
+            ) from None
+        yield sockets
+
+
+def in_url(host: str) -> str:
+    """Returns a host as URLs write it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 @contextmanager

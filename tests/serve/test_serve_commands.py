@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 import threading
 from contextlib import nullcontext
@@ -16,10 +17,10 @@ from small_jobs import write_job, write_rows
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.serve import server
+from lorafusion_jax.serve import demo, server
 from lorafusion_jax.serve.cli.jobs import job_of
 from lorafusion_jax.serve.cli.serve import read_places, read_sampler_places
-from lorafusion_jax.serve.client import Client, Job
+from lorafusion_jax.serve.client import Client, Job, ServiceError
 from lorafusion_jax.serve.store.keys import KEY
 
 
@@ -213,6 +214,34 @@ def test_a_service_that_cannot_start_says_why(tmp_path, tiny_base, capsys, argum
     assert run(["serve", *given, "--home", str(tmp_path / "home")]) == 2
     assert f"error[{code}]" in capsys.readouterr().err
     assert not Path(tmp_path / "home" / "control.sock").exists()
+
+
+def test_a_port_that_another_program_has_is_named_before_a_worker_starts(tmp_path, tiny_base, capsys):
+    home = tmp_path / "home"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert run(["serve", "--base", str(tiny_base), "--home", str(home), "--port", port]) == 1
+    assert "error[serve.address]" in (says := " ".join(capsys.readouterr().err.split()))
+    assert f"127.0.0.1:{port}: Address already in use" in says
+    assert not (home / "workers").exists()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_all_addresses_of_a_host_have_one_port(host):
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with server.bound(host, 0) as sockets:
+        assert len({each.getsockname()[1] for each in sockets}) == 1
+    assert server.in_url(host) == ("[::1]" if host == "::1" else host)
+
+
+def test_a_demo_that_is_stopped_at_once_says_so_in_a_line(running, tmp_path, capsys, monkeypatch):
+    def ends(*_):
+        raise ServiceError(503, [{"code": "api.ends", "what": "the service ends."}])
+
+    monkeypatch.setattr(Client, "submit", ends)
+    demo.submit_demo("http://127.0.0.1:1", running.service.settings)
+    assert "ask of ana was not submitted: " in capsys.readouterr().out
 
 
 def test_the_demo_keeps_what_was_given(tmp_path, monkeypatch):
