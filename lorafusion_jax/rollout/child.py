@@ -5,12 +5,14 @@ A line of JSON comes in for each call, and one goes out. What functions print go
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import inspect
 import json
 import os
 import re
 import resource
+import signal
 import sys
 import tempfile
 import urllib.request
@@ -18,12 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 LARGEST_ANSWER = 64 << 20  # bytes, of an address or a function
 
 
 def main(folder: str, memory_bytes: int, disk_bytes: int) -> None:
     # Only now: what the caller finds from its own folder has been imported, or is on the path.
     os.chdir(folder)
+    end_with_run()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     tempfile.tempdir = folder
@@ -40,6 +44,20 @@ def main(folder: str, memory_bytes: int, disk_bytes: int) -> None:
             text = json.dumps({"error": _described(problem)})
         answers.write(f"{text}\n")
         answers.flush()
+
+
+def end_with_run() -> None:
+    """Ends with the run, and not before: schedulers of clusters send SIGTERM to all processes of a run, which saves.
+
+    What a function starts has the handlers of the system again.
+    """
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, lambda *_: None)
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before it could be noticed
+            sys.exit(1)
 
 
 def run(call: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -> Any:

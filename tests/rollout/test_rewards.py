@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from lorafusion_jax.config.rollout_section import RolloutSettings, read_rewards
@@ -18,7 +22,7 @@ from lorafusion_jax.rollout.functions import Functions
 from lorafusion_jax.rollout.rewards import rewards_of
 
 CODE = """
-import os, time
+import os, signal, subprocess, time
 from pathlib import Path
 
 def lengths(completions): return [len(text) for text in completions]
@@ -49,6 +53,10 @@ def talks(completions):
     for _ in range(3):
         print("x" * (1 << 20) + "mega", flush=True)
     return [1.0] * len(completions)
+def is_told_to_end(completions):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    return [float(subprocess.call(["sh", "-c", "kill -TERM $$"])) for _ in completions]
 def starts_others(completions):
     if os.fork() == 0:
         time.sleep(60)
@@ -120,6 +128,26 @@ def test_what_functions_print_counts_as_no_file_of_theirs(tmp_path):
     printed = "".join(file.read_text() for file in logs)
     assert printed.endswith("mega\n")
     assert printed.count("mega\n") * (1 << 20) > 5 << 20  # the newest
+
+
+def test_functions_end_with_the_run_and_not_before(functions, tmp_path):
+    """A cluster's scheduler tells every process of a run to end, and the run saves; what functions start does end."""
+    assert reward(functions, "code.py:is_told_to_end").tolist() == [-signal.SIGTERM] * 3
+    code = (
+        f"import sys; sys.path[:] = {sys.path}; from pathlib import Path; "
+        "from lorafusion_jax.config.rollout_section import RolloutSettings; "
+        "from lorafusion_jax.rollout.functions import Functions; "
+        f"functions = Functions(RolloutSettings(), Path('{tmp_path}')); "
+        "functions.call('match', 'a', {'completions': []}); "
+        "print(functions._process.pid, flush=True); "
+        "functions.call('function', 'code.py:hangs', {'prompts': [], 'completions': [], 'columns': {}})"
+    )
+    (tmp_path / "code.py").write_text(CODE)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        process = psutil.Process(int(run.stdout.readline()))
+        run.kill()
+    process.wait(30)
 
 
 def test_functions_import_what_the_caller_can(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -100,6 +101,41 @@ def test_what_waits_is_cancelled_when_the_service_ends(fake):
     for answer in answers[1:]:
         with pytest.raises(CancelledError):
             answer.result(5)
+
+
+def test_a_child_hears_no_signal_to_the_others(tmp_path):
+    """Ctrl-C reaches all processes of a terminal, and a service manager ends all of a service: a check goes on."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
+    asking = Child()
+    question = {"file": str(tmp_path / "rows.jsonl"), "most_bytes": 1 << 30}
+    try:
+        assert asking.submit("ana", "count", question).result(60)["rows"] == 1
+        pid = asking._lanes["count"]._process._process.pid
+        assert os.getpgid(pid) != os.getpgid(0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        assert asking.submit("ana", "count", question).result(60)["rows"] == 1
+        assert asking._lanes["count"]._process._process.pid == pid
+    finally:
+        asking.close()
+
+
+def test_a_request_whose_child_ends_with_the_service_has_no_answer(monkeypatch):
+    """Not that its data was too large."""
+
+    class Killed(FakeProcess):
+        def ask(self, request, limit_s):
+            super().ask(request, limit_s)
+            return json.loads("")  # what is read of a process that was killed
+
+    Killed.asked, Killed.go, Killed.busy = [], threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr(child, "AnsweringProcess", Killed)
+    asking = Child()
+    answer = asking.submit("ana", "check", {"file": "one"})
+    assert Killed.busy.wait(10)
+    asking.close()
+    with pytest.raises(child.ServerEnds):
+        answer.result(10)
 
 
 def test_a_preview_beyond_the_places_of_an_owner_is_told_to_wait(running, dataset, monkeypatch):

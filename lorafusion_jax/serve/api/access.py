@@ -24,7 +24,7 @@ from starlette.concurrency import run_in_threadpool
 
 from lorafusion_jax.serve.api.news import News
 from lorafusion_jax.serve.api.problems import ApiError
-from lorafusion_jax.serve.control.child import MOST_WAITING, Question, TooManyWaiting
+from lorafusion_jax.serve.control.child import MOST_WAITING, Question, ServerEnds, TooManyWaiting
 from lorafusion_jax.serve.control.controller import Controller
 from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.store import tables as t
@@ -199,6 +199,8 @@ async def ask_child(service: Service, owner: Owner, question: Question, request:
         return await asyncio.wrap_future(service.controller.child.submit(owner.name, question, request))
     except TooManyWaiting:
         raise too_many(owner.name, MOST_WAITING, READING) from None
+    except ServerEnds:
+        raise service_ends() from None
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise

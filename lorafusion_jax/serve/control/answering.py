@@ -15,16 +15,15 @@ END_S = 3.0
 
 
 class AnsweringProcess:
-    """Asks one request at a time.
+    """Asks one request at a time. The process gets no signals of the server's terminal: the server ends it.
 
     Args:
         command: starts the process.
-        apart: it gets no signals of the server's terminal.
     """
 
-    def __init__(self, command: Sequence[str], *, apart: bool = False):
+    def __init__(self, command: Sequence[str]):
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=apart
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

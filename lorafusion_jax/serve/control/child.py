@@ -51,6 +51,10 @@ LANES: Mapping[Question, Limits] = {
 }
 
 
+class ServerEnds(Exception):
+    """The server ended before the request was answered."""
+
+
 class TooManyWaiting(Exception):
     """An owner has as many requests in a lane as he may have."""
 
@@ -79,6 +83,8 @@ class Child:
         self, owner: str, question: Question, request: dict[str, Any], *, most: int = MOST_WAITING
     ) -> Future[Answer]:
         """Returns the answer as it will be; a child that fails is a problem of the request.
+
+        The future is cancelled, or raises `ServerEnds`, if the server ends before.
 
         Args:
             owner: who takes turns with others.
@@ -158,7 +164,11 @@ class _Lane:
             if request is None:
                 self._end()
             elif request.answer.set_running_or_notify_cancel():
-                request.answer.set_result(self._answer(request.message))
+                answer = self._answer(request.message)
+                if self._ended.is_set() and answer["problems"]:  # maybe of a child that `end` has killed
+                    request.answer.set_exception(ServerEnds())
+                else:
+                    request.answer.set_result(answer)
 
     def _next(self) -> _Request | None:
         """Waits for a request of the owner whose turn it is; None: nobody asked for a while."""

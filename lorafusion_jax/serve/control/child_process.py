@@ -61,6 +61,8 @@ def stay_small() -> None:
 
 def main() -> int:
     parent = os.getppid()
+    for stop in (signal.SIGINT, signal.SIGTERM):  # a service manager sends them to all processes of a service at once:
+        signal.signal(stop, signal.SIG_IGN)  # a job whose check had ended so would be rejected
     stay_small()
     if os.getppid() != parent:  # it ended before it could be noticed
         return 1

@@ -360,7 +360,7 @@ class Controller:
 
     def _on_check(self, job: Job, answer: Future[Answer]) -> None:
         """Called by the thread of the child, which must not wait for the database."""
-        if not answer.cancelled():
+        if not answer.cancelled() and answer.exception() is None:
             with suppress(RuntimeError):  # the controller ends; the next server checks the job
                 self._checks.submit(self._judge, job, answer.result())
 

@@ -152,7 +152,7 @@ class RayLauncher:
             process.end()
 
     def _connect(self) -> AnsweringProcess:
-        process = AnsweringProcess([*self._driver, self._address], apart=True)  # the server ends it after its workers
+        process = AnsweringProcess([*self._driver, self._address])
         answer = _answer(process, None, CONNECT_S)
         if answer is None or "problem" in answer:
             process.end()
