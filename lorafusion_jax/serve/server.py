@@ -153,8 +153,8 @@ def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
     with ExitStack() as stack:
         sockets: list[socket.socket] = []
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+            resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, address in dict.fromkeys((entry[0], entry[4]) for entry in resolved):
                 sockets.append(stack.enter_context(socket.socket(family)))
                 sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of one that has just ended
                 if family == socket.AF_INET6:
