@@ -19,6 +19,7 @@ import shape_checks
 from _pytest import runner
 from cpu_seconds import CpuSeconds
 from deep_calls import with_room
+from left_behind import LeftBehind
 
 shape_checks.install()
 
@@ -74,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # was compiled before the first command of a process, and in another process, would be compiled once more.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {GPUS_WAIT}".strip()
     config.pluginmanager.register(CpuSeconds())
+    config.pluginmanager.register(LeftBehind())
     sys.dont_write_bytecode = False  # processes of a suite read what the first has compiled
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     jax.config.update("jax_num_cpu_devices", 8)

@@ -128,7 +128,8 @@ GROUP = "lorafusion_jax.adapter_kinds"
 KINDS = {"bent": "BENT", "lean": "LEAN", "gain": "GAIN", "merged": "MERGED", "no_peft": "NO_PEFT"}
 KINDS |= {"core": "CORE"}
 WRONG = ("squared", "raises", "misshapen", "taken", "shared", "padding", "halved")
-TOYS = ("bent", "lean", "gain", "merged", "core")
+FEW = ("bent", "gain", "merged")  # of every run: each compiles for some seconds
+TOYS = (*FEW, "lean", "core")  # whose shared constants and square leaves VeRA and pipeline/test_own_rank.py have, too
 TWO_BY_TWO = {"stages": 2, "data": 2}
 RANKS = {"bent": 3, "lean": 5, "gain": 2, "merged": 2, "plain": 4, "core": 2}
 SCALES = {
@@ -173,15 +174,32 @@ def job(tmp_path_factory, tiny_base):
 
 @pytest.fixture(scope="module")
 def joint(job, tmp_path_factory):
-    """A run of all of them together."""
+    """A run of a few together."""
     out = tmp_path_factory.mktemp("runs") / "joint"
+    assert run(["train", str(job(*FEW, "plain")), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def all_joint(job, tmp_path_factory):
+    """A run of all of them together."""
+    out = tmp_path_factory.mktemp("runs") / "all"
     assert run(["train", str(job(*TOYS, "plain")), "--out", str(out)]) == 0
     return out
 
 
 def test_all_kinds_learn_and_their_folders_compute_the_same(joint):
+    assert_learned(joint, FEW)
+
+
+@pytest.mark.nightly
+def test_the_other_kinds_do_so_too(all_joint):
+    assert_learned(all_joint, TOYS)
+
+
+def assert_learned(joint, names) -> None:
     rows = [json.loads(line) for line in (joint / "metrics.jsonl").read_text().splitlines()]
-    for name in TOYS:
+    for name in names:
         evals = [row["eval_loss"] for row in rows if row["kind"] == "eval" and row["adapter"] == name]
         assert evals[-1] < evals[0]
 
@@ -191,16 +209,14 @@ def test_all_kinds_learn_and_their_folders_compute_the_same(joint):
         assert check.delta < 1e-5 * check.trained  # A times the diagonal, rounded once more
 
 
-def test_a_kind_that_peft_lacks_is_exported_as_lora(joint):
-    for name in ("bent", "lean", "core"):
-        adapter_config = json.loads((joint / "adapters" / name / "latest" / "adapter_config.json").read_text())
-        assert (adapter_config["peft_type"], adapter_config["r"], adapter_config["lora_alpha"]) == (
-            "LORA",
-            RANKS[name],
-            32,
-        )
-        keys = {key.rsplit(".", 2)[-2] for key in exported(joint, name)}
-        assert keys == {"lora_A", "lora_B"}
+@pytest.mark.parametrize(
+    ("name", "joint_of"), [("bent", "joint"), nightly("lean", "all_joint"), nightly("core", "all_joint")]
+)
+def test_a_kind_that_peft_lacks_is_exported_as_lora(name, joint_of, request):
+    joint = request.getfixturevalue(joint_of)
+    adapter_config = json.loads((joint / "adapters" / name / "latest" / "adapter_config.json").read_text())
+    assert (adapter_config["peft_type"], adapter_config["r"], adapter_config["lora_alpha"]) == ("LORA", RANKS[name], 32)
+    assert {key.rsplit(".", 2)[-2] for key in exported(joint, name)} == {"lora_A", "lora_B"}
 
 
 def test_a_kind_with_a_form_in_peft_writes_its_own_tensors(joint):
@@ -235,8 +251,12 @@ def test_constant_tensors_keep_their_initial_values(joint, tiny_base):
         np.testing.assert_array_equal(
             first, np.abs(np.float32(base[f"model.layers.{layer}.self_attn.q_proj.weight"])).max(1)
         )
-    # A of `lean` is its basis times signs: the same numbers in every projection and layer, whatever was trained.
-    tensors = exported(joint, "lean")
+
+
+@pytest.mark.nightly
+def test_shared_constants_are_the_same_in_every_projection(all_joint):
+    """A of `lean` is its basis times signs, whatever was trained."""
+    tensors = exported(all_joint, "lean")
     columns = [np.abs(tensors[key]) for key in tensors if key.endswith("q_proj.lora_A.weight")]
     wide = [np.abs(tensors[key]) for key in tensors if key.endswith("down_proj.lora_A.weight")]
     for array in columns:
@@ -256,15 +276,15 @@ def test_constant_tensors_keep_their_initial_values(joint, tiny_base):
         ),
     ],
 )
-def test_joint_equals_separate_training(joint, job, tmp_path, name, mesh):
+def test_joint_equals_separate_training(all_joint, job, tmp_path, name, mesh):
     """Another packing and another layout, so sums come in another order."""
     not_evaluated = f"adapters.{name}.data.eval=null"  # fewer programs
     assert run(["train", str(job(name, mesh=mesh)), "--out", str(tmp_path / "alone"), not_evaluated]) == 0
-    assert largest_difference(exported(joint, name), exported(tmp_path / "alone", name)) < 1e-5
+    assert largest_difference(exported(all_joint, name), exported(tmp_path / "alone", name)) < 1e-5
 
 
 @pytest.mark.nightly  # tests/pipeline/test_own_rank.py has the arrays of such a place
-def test_a_square_core_trains_in_a_place_that_held_a_larger_one(joint, job):
+def test_a_square_core_trains_in_a_place_that_held_a_larger_one(all_joint, job):
     def task(rank: int) -> Task:
         config = load_config(job("core"), [f"adapters.core.lora.rank={rank}", "adapters.core.data.eval=null"])
         return Task.of(config, prepare(config))
@@ -280,10 +300,10 @@ def test_a_square_core_trains_in_a_place_that_held_a_larger_one(joint, job):
     assert core.shape == (2, 2, 2)
     for layer, a_KR in enumerate(left @ core):
         key = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"
-        np.testing.assert_allclose(a_KR.T, exported(joint, "core")[key], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(a_KR.T, exported(all_joint, "core")[key], rtol=1e-5, atol=1e-7)
 
 
-def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(all_joint, job, tmp_path):
     from lorafusion_jax.training import train
 
     def power_cut(event) -> None:
@@ -294,7 +314,7 @@ def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path):
         train(load_config(job(*TOYS, "plain")), tmp_path / "cut", listeners=[power_cut])
     assert run(["resume", str(tmp_path / "cut")]) == 0
     for name in (*TOYS, "plain"):
-        ours, theirs = exported(tmp_path / "cut", name), exported(joint, name)
+        ours, theirs = exported(tmp_path / "cut", name), exported(all_joint, name)
         assert ours.keys() == theirs.keys()
         for key in ours:
             np.testing.assert_array_equal(ours[key], theirs[key])

@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("lorafusion_jax", "lorafusion_jax.serve", "pallas_kernels", "scheduling")
 DEAR = {  # programs of a second and more
     "lorafusion_jax.api.training", "lorafusion_jax.models.attention.api", "lorafusion_jax.models.decoder",
-    "pallas_kernels.delta_rule.api", "pallas_kernels.experts.rows", "pallas_kernels.quantised.fp8",
+    "lorafusion_jax.models.segments", "pallas_kernels.delta_rule.api", "pallas_kernels.experts.fp8",
+    "pallas_kernels.experts.rows", "pallas_kernels.quantised.fp8", "pallas_kernels.quantised.rows",
+    "pallas_kernels.state_space.xla", "pallas_kernels.tuning.tune",
 }  # fmt: skip
 
 
