@@ -16,13 +16,12 @@ from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.data.template.chat import ChatTemplate, parse_arguments, quoted_arguments
 from lorafusion_jax.data.template.compiled import TemplateLimit, TemplateProblem
-from lorafusion_jax.data.template.conversation import REASONING, Rendered
+from lorafusion_jax.data.template.conversation import Rendered
+from lorafusion_jax.data.template.left_out import unread_keys
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
 
-# Message keys that link tool results to tool calls. Templates use either them or the order of messages.
 AFTER_PROMPT = "after prompt"
-TIES = frozenset({"id", "name", "tool_call_id"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,15 +234,8 @@ def _repeated_ends(samples: Sequence[Encoded], special: np.ndarray) -> dict[int,
 
 def _unread_keys(chats: Sequence[Chat], template: ChatTemplate) -> list[str]:
     """Returns notes on message keys and variables that the template does not use."""
-    keys = {
-        key
-        for chat in chats
-        for message in chat.messages
-        for key in message
-        if not (key in TIES and message["role"] in ("tool", "assistant"))
-    } | {name for chat in chats for name in chat.variables}
-    source = template.source + ("".join(REASONING) if any(key in template.source for key in REASONING) else "")
-    unread = sorted(str(key) for key in keys if str(key) not in source)
+    messages = (message for chat in chats for message in chat.messages)
+    unread = unread_keys(template, messages, {str(name) for chat in chats for name in chat.variables})
     if not unread:
         return []
     names = ", ".join(f"'{key}'" for key in unread)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lorafusion_jax.data.fit_length import MOST_LOST
 from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.data.rows import Rows, messages_or_text
 from lorafusion_jax.data.sources import open_source, parse_rows
+from lorafusion_jax.data.template.left_out import unread_keys
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet, quantiles
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
@@ -108,6 +110,14 @@ def load_prompts(
         raise rows.refuse("data.bad-row", f"{adapter.name}: {len(bad)} rows are no prompts.", bad, fix=fix)
     prompts, too_long = _fitting(prompts, adapter, rows)
     notes = [f"[data.left-out] {len(bad)} rows are no prompts: {bad[0][1]}"] if bad else []
+    conversations = [entry.prompt for entry in prompts.values() if not isinstance(entry.prompt, str)]
+    if tokenizer.chat_template is not None and (
+        unread := unread_keys(tokenizer.chat_template, chain.from_iterable(conversations))
+    ):
+        names = ", ".join(f"'{key}'" for key in unread)
+        notes.append(
+            f"[data.unused-key] the chat template does not use {names} of messages: no answer can depend on it"
+        )
     if too_long:
         notes.append(
             f"[data.too-long] {len(too_long)} prompts leave less than {adapter.rollout.reserved_tokens} of "

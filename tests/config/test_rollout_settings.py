@@ -166,6 +166,19 @@ def test_prompts_may_be_messages_in_a_text(load, tmp_path):
     assert [row.prompt for row in prompts] == [messages] * 3
 
 
+def test_keys_of_messages_that_the_template_does_not_write_are_noted(load, tmp_path):
+    ask = {"role": "user", "content": "What is 1 + 1?"}
+    rows = [{"prompt": [ask], "answer": "2"}, {"prompt": [ask | {"mood": "calm"}], "answer": "2"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer(examples_directory() / "base")
+    samples, prompts = load_prompts("prompts.jsonl", load(), tokenizer, tmp_path)
+    assert prompts[0].tokens == prompts[1].tokens
+    (note,) = samples.report.notes
+    assert note.startswith("[data.unused-key] the chat template does not use 'mood'")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert not load_prompts("prompts.jsonl", load(), tokenizer, tmp_path)[0].report.notes
+
+
 def test_the_example_is_valid_and_short():
     path = Path(__file__).parents[2] / "examples" / "rl" / "rl.yaml"
     assert len(path.read_text().splitlines()) <= 60

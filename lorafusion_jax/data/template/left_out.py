@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,6 +11,8 @@ from lorafusion_jax.data.template.compiled import TemplateProblem
 from lorafusion_jax.data.template.conversation import REASONING
 
 MOST_UNSEEN = 16  # messages of a role that are looked at
+# Message keys that link tool results to tool calls. Templates use either them or the order of messages.
+TIES = frozenset({"id", "name", "tool_call_id"})
 LINKS = ("tool_call_id", "name")  # of a result: which call it answers, also where its place alone says so
 
 
@@ -53,6 +55,21 @@ def left_out_key(template: ChatTemplate, messages: Sequence[dict[str, Any]], tex
         if _is_text_of(template, bare, text):
             return number, key
     return None
+
+
+def unread_keys(template: ChatTemplate, messages: Iterable[dict[str, Any]], variables: Iterable[str] = ()) -> list[str]:
+    """Returns the keys of messages and the variables whose names the source of a template lacks.
+
+    It renders nothing, so it is for whole data sets; `left_out_key` looks at a text.
+    """
+    keys = {
+        str(key)
+        for message in messages
+        for key in message
+        if not (key in TIES and message.get("role") in ("tool", "assistant"))
+    } | {*variables}
+    source = template.source + ("".join(REASONING) if any(key in template.source for key in REASONING) else "")
+    return sorted(key for key in keys if key not in source)
 
 
 def _is_unseen(message: dict[str, Any], text: str) -> bool:
