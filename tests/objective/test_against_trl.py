@@ -8,6 +8,7 @@ make_trl_golden.py, which has the versions.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,12 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from lorafusion_jax.cli.main import run
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.training import RunFolder
+from lorafusion_jax.training.references import read_references
 
 GOLDEN = Path(__file__).parent / "golden" / "trl.npz"
 # torch and jax sum in other orders, through layers and 20 steps of Adam, which divides by the root of a gradient's
@@ -42,6 +47,7 @@ ALWAYS = (
     "tokens",
     "pissa",
     "patterns",
+    "bias",
 )
 NAMES = [name if name in ALWAYS else nightly(name) for name in case.CASES]
 
@@ -176,3 +182,24 @@ def test_the_first_gradient_is_that_of_trl(name, runs, golden):
         rounding = np.finfo(np.float32).eps * np.linalg.norm(before[key])  # of start - gradient
         apart = np.linalg.norm(before[key].astype(np.float64) - after[key] - wanted)
         assert apart <= GRADIENT * np.linalg.norm(wanted) + rounding, key
+
+
+@pytest.mark.parametrize("name", ["dpo"])
+def test_stored_references_are_read_again_or_named(name, runs, tmp_path):
+    """As at a resume, and by `verify`."""
+    template = has_template(name)
+    run_folder = shutil.copytree(runs[template] / f"steps-{template}", tmp_path / "run", symlinks=True)
+    record = json.loads((run_folder / "run.json").read_text())
+    config = RunFolder(run_folder).read_config()
+
+    def read():
+        return read_references(run_folder, record, config, prepare(config), [name]).adapters[name].train.reference
+
+    file = run_folder / "references" / f"{name}.safetensors"
+    np.testing.assert_array_equal(read(), load_file(file)["train"])
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    with pytest.raises(LoraFusionError, match=r"reference\.damaged\] dpo"):
+        read()
+    file.unlink()
+    with pytest.raises(LoraFusionError, match=r"reference\.missing\] dpo"):
+        read()

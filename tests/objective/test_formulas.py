@@ -47,6 +47,11 @@ def test_cdpo_smooths_the_label_and_adds_the_likelihood():
     assert float(metrics["rewards/margins"]) == pytest.approx(margin, rel=1e-6)
 
 
+def test_dpo_has_a_hinge():
+    margin = 0.4 * ((3.6 - 3.0) - (4.5 - 5.0))
+    assert loss_of("dpo", pair(), beta=0.4, loss="hinge")[0] == pytest.approx(1 - margin, rel=1e-6)
+
+
 def test_cpo_has_a_hinge_and_smoothing():
     margin = 0.1 * (5.0 - 3.0)
     assert loss_of("cpo", pair(), loss="hinge", nll=0)[0] == pytest.approx(1 - margin, rel=1e-6)
