@@ -115,6 +115,16 @@ def _from_hub(name: str, revision: str | None, direct: Path) -> Path:
             "model.hub",
             f"there is no model directory {name}, and no hub gave a model of this name.",
             where=str(direct.absolute()),
-            why=f"{type(problem).__name__}: {problem}",
+            why=_hub_cause(problem),
             fix="the path of a folder with config.json and *.safetensors, or org/name of a hub that can be reached",
         ) from None
+
+
+def _hub_cause(problem: BaseException) -> str:
+    """The first line of the first cause: the client wraps a connection that failed in advice of several lines."""
+    not_reached = isinstance(problem, OSError) and "LocalEntryNotFound" in type(problem).__name__
+    first = problem
+    while not_reached and (cause := first.__cause__ or first.__context__) is not None:
+        first = cause
+    line = next(iter(str(first).strip().splitlines()), type(first).__name__)
+    return f"the hub cannot be reached: {line}" if not_reached or isinstance(first, ConnectionError) else line

@@ -28,20 +28,21 @@ from typing import Any, TextIO
 from pydantic import ValidationError
 
 from lorafusion_jax.checkpoint import run_record
-from lorafusion_jax.checkpoint.begun_folder import PLAN, read_start
+from lorafusion_jax.checkpoint.begun_folder import PLAN, START, read_start
 from lorafusion_jax.checkpoint.run_lock import held_by, run_lock
 from lorafusion_jax.checkpoint.saved_states import slots_of
 from lorafusion_jax.config.resolved import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.digests import Damage, find_damage, has_digests
-from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, did_you_mean, raise_all
+from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, did_you_mean, first_few, raise_all
 from lorafusion_jax.files import PART, remove_folder, replace_text, sync
 from lorafusion_jax.new_folder import remove_leftovers
 from lorafusion_jax.readable import PLAN as MOST_PLAN
 from lorafusion_jax.readable import SETTINGS, open_text, read_text
 from scheduling import Plan, PlanOutline, outline_from_lines
 
+MOST_RUNS = 6  # that an error offers
 NEXT = ".next"  # suffix of the hidden names
 
 
@@ -411,6 +412,10 @@ class RunFolder:
             raise no_run(self.path, file)
 
 
+def _runs_in(folder: Path) -> list[str]:
+    return [entry.name for entry in sorted(folder.iterdir()) if any((entry / file).is_file() for file in (PLAN, START))]
+
+
 def no_run(path: Path, file: str) -> CheckpointError:
     """The error of a path that is no run folder, or not yet, because it has no such file."""
     if (start := read_start(path)) is not None:
@@ -421,9 +426,16 @@ def no_run(path: Path, file: str) -> CheckpointError:
             fix = f"lorafusion status {path} --watch; Ctrl-C where it was started stops it"
         return CheckpointError("run.starting", message, fix=fix)
     with suppress(OSError):
-        runs = [entry.name for entry in path.absolute().parent.iterdir() if (entry / PLAN).is_file()]
-        if near := did_you_mean(path.name, runs):
-            return CheckpointError("run.missing", f"{path} is not a run folder.", where=str(path.parent), fix=near)
+        if path.is_dir() and (inner := _runs_in(path)):
+            runs = [str(path / name) for name in inner]
+            message, fix = f"{path} is not a run folder, but holds runs.", f"one of {first_few(runs, MOST_RUNS)}"
+            return CheckpointError("run.missing", message, fix=fix)
+        runs = _runs_in(path.absolute().parent)
+        fix = did_you_mean(path.name, runs)
+        if runs and not path.exists():
+            fix = fix or f"one of {first_few(runs, MOST_RUNS)}"
+        if fix:
+            return CheckpointError("run.missing", f"{path} is not a run folder.", where=str(path.parent), fix=fix)
     why = f"it has no {file}" if path.is_dir() else "it is a file" if path.exists() else "there is no such folder"
     fix = "start a run: lorafusion train jobs.yaml --out runs/NAME"
     return CheckpointError("run.missing", f"{path} is not a run folder: {why}.", fix=fix)

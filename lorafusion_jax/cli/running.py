@@ -107,7 +107,7 @@ def show_result(console: Console, result: RunResult) -> None:
         ran = f"{exact(len(result.plan.slots))} microbatches in {duration(result.seconds)}"
     else:
         ran = f"no adapter was left to train after {duration(result.seconds)}"
-    if comparison := _compare_with_prediction(result.folder):
+    if comparison := compare_with_prediction(result.folder):
         say(console, comparison)
     if references := reference_share(read_rows(result.folder / "events.jsonl"), result.seconds):
         say(console, references[1])
@@ -126,14 +126,18 @@ def show_result(console: Console, result: RunResult) -> None:
     )
 
 
-def _compare_with_prediction(folder: Path) -> str | None:
-    """Compares the time of slots, evaluations and saves with the prediction, for runs of one session."""
+def compare_with_prediction(folder: Path) -> str | None:
+    """Compares the time of slots, evaluations and saves with the prediction, for runs of one session.
+
+    A CPU has default rates that say nothing about it: its times stand alone.
+    """
     rows = [row for row in read_rows(folder / "events.jsonl") if row["kind"] in ("started", "finished")]
     if [row["kind"] for row in rows] != ["started", "finished"] or not (prediction := rows[0].get("predicted")):
         return None
     kinds = (("training", "seconds"), ("held-out losses", "evaluation_s"), ("saving", "saving_s"))
+    measured_device = rows[0].get("device") != "cpu"
     parts = [
-        f"{label} {duration(rows[1][key])} ({duration(prediction[key])} predicted)"
+        f"{label} {duration(rows[1][key])}" + (f" ({duration(prediction[key])} predicted)" if measured_device else "")
         for label, key in kinds
         if rows[1].get(key) is not None
     ]

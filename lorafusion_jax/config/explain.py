@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel
 
-from lorafusion_jax.config.other_programs import advice
+from lorafusion_jax.config.key_places import right_place
+from lorafusion_jax.config.other_programs import advice, value_advice
 from lorafusion_jax.config.read import Keys, Source, dotted
 from lorafusion_jax.errors import ConfigError, did_you_mean
 from lorafusion_jax.families.hf_config import shortened
@@ -66,6 +67,7 @@ def unknown_key(source: Source, keys: Keys, known_keys: Iterable[str]) -> Config
         f"unknown key '{dotted(keys)}'.",
         where=source.where(keys),
         fix=advice(str(keys[-1]))
+        or right_place(keys, source.value(keys))
         or did_you_mean(str(keys[-1]), known_keys, cutoff=0.5)
         or f"known keys: {', '.join(known_keys)}",
     )
@@ -95,6 +97,7 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
     typed = source.typed(keys)
     problem = detail.get("ctx", {}).get("error")
     hint = advice(problem.key) if isinstance(problem, UnknownOption) else ""
+    hint = hint or value_advice(".".join(str(key) for key in keys[-2:]), detail["input"])
     return ConfigError(
         "config.override" if typed else "config.value",
         f"'{dotted(keys)}' must be {expected}.",

@@ -65,6 +65,7 @@ def expand_files(source: Source) -> Source:
     folder = source.path.parent
     files = _files(patterns, folder, where)
     if column is None:
+        _check_files(files, shared.get("name", "{stem}"), where)
         entries = [_entry(shared, data, _stem(file), file) for file in files]
     else:
         values = column_values(files, folder, column)
@@ -88,7 +89,9 @@ def _files(patterns: Sequence[str], folder: Path, where: str) -> list[str]:
         matches = [match for match in matches if (folder / match).is_file()]
         if not matches:
             message = f"'adapters.from: {pattern}' matches no file in {folder.absolute()}."
-            raise ConfigError("config.no-files", message, where=where, fix=EXAMPLE)
+            inner = f"adapters: {{from: {pattern.rstrip('/')}/*}}, for the files of this folder"
+            fix = inner if (folder / pattern).is_dir() else EXAMPLE
+            raise ConfigError("config.no-files", message, where=where, fix=fix)
         files |= dict.fromkeys(matches)
     return list(files)
 
@@ -100,6 +103,18 @@ def safe_name(text: str) -> str:
     ('Acme-S-hne-EU', 'x', '')
     """
     return re.sub(r"[^A-Za-z0-9._@+-]+", "-", text).strip("-._@+")[:LONGEST_NAME]
+
+
+def _check_files(files: Iterable[str], name: object, where: str) -> None:
+    """Raises an error for two files that give adapters of one name."""
+    file_of: dict[str, str] = {}
+    for file in files:
+        adapter = str(name).replace("{stem}", _stem(file))
+        if (other := file_of.setdefault(adapter.casefold(), file)) != file:
+            message = f"two adapters are called '{adapter}': those of {other} and {file}."
+            fix = "rename one of the files, or a pattern that matches one of them, such as *.jsonl"
+            fix = fix if "{stem}" in str(name) else f"name: {name}-{{stem}}"
+            raise ConfigError("config.duplicate-name", message, where=where, fix=fix)
 
 
 def _check_names(values: Iterable[str], column: str, where: str) -> None:

@@ -169,3 +169,26 @@ def of_another_program(keys: Iterable[object]) -> list[str]:
     """The keys that other programs have, where a file has so many of them that it was written for one."""
     foreign = [key for key in keys if isinstance(key, str) and counterpart(key) is not None]
     return foreign if len(foreign) >= MANY else []
+
+
+SCHEDULES = {  # of transformers → what is nearest here
+    "constant_with_warmup": "constant; optim.warmup is the warm-up of every schedule",
+    "cosine_with_restarts": "cosine; restarts are not offered",
+    "cosine_with_min_lr": "cosine; optim.min_lr_ratio is where it ends",
+    "polynomial": "linear; it is a polynomial of power 1",
+}
+
+
+def value_advice(key: str, value: object) -> str:
+    """What to write for a value that other programs have; empty for any other.
+
+    >>> value_advice("optim.schedule", "constant_with_warmup")
+    'optim.schedule: constant; optim.warmup is the warm-up of every schedule'
+    >>> value_advice("optim.name", "adamw_torch_fused")
+    'optim.name: adamw; its moments are float32, and only of the adapter'
+    """
+    if key == "optim.schedule" and isinstance(value, str) and value in SCHEDULES:
+        return f"{key}: {SCHEDULES[value]}"
+    if key == "optim.name" and isinstance(value, str) and "adamw" in value.lower():
+        return f"{key}: adamw; its moments are float32, and only of the adapter"
+    return ""

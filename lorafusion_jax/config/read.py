@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ MOST_VALUES = 100_000  # with aliases counted at every use
 DEEPEST = 20
 SHOWN_KEY = 60  # characters
 DEEP_KEY = re.compile(rf"""(?<!["'\w-])(?:["'\w-]++\s*+\.\s*+){{{DEEPEST}}}""")
+ROW_FILES = {"jsonl", "csv", "tsv", "parquet", "arrow"}  # no job file ends so
+PACKED = {"gz", "zst"}
 TOO_LARGE_FIX = "several job files, one for each run"
 
 
@@ -44,6 +47,16 @@ class Source:
                 return text
         return ""
 
+    def value(self, keys: Keys) -> Any:
+        """What the file has at these keys; None if it has nothing there."""
+        value: Any = self.values
+        for key in keys:
+            try:
+                value = value[key]
+            except (LookupError, TypeError):
+                return None
+        return value
+
     def where(self, keys: Keys) -> str:
         if text := self.typed(keys):
             return f"{text} on the command line"
@@ -60,6 +73,7 @@ def read_source(path: Path) -> Source:
     """
     try:
         check_regular(path)
+        _refuse_data_file(path)
         if path.stat().st_size > LARGEST_FILE:
             raise ConfigError("config.too-large", f"{path} is larger than {LARGEST_FILE} bytes.", fix=TOO_LARGE_FIX)
         text = read_text(path, LARGEST_FILE)
@@ -118,7 +132,8 @@ def _read_toml(path: Path, text: str) -> Source:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
-        raise ConfigError("config.syntax", f"{path} is not TOML.", why=str(problem)) from None
+        fix = "texts stand in quotes, a section begins with [name], an adapter with [[adapters]]"
+        raise ConfigError("config.syntax", f"{path} is not TOML.", why=str(problem), fix=fix) from None
     except (ValueError, RecursionError) as problem:
         raise ConfigError("config.syntax", f"{path} cannot be read.", why=_cause(problem)) from None
     return Source(path=path, values=values)
@@ -128,7 +143,10 @@ def _read_yaml(path: Path, text: str) -> Source:
     node, values = _parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(
-            "config.empty", f"{path} holds no keys.", fix="lorafusion new, or lorafusion init > jobs.yaml"
+            "config.empty",
+            f"{path} holds no keys.",
+            why="it is a list, such as a file of rows" if isinstance(values, list) else "",
+            fix="lorafusion new, or lorafusion init > jobs.yaml",
         )
     lines: dict[Keys, int] = {}
     problems: list[LoraFusionError] = []
@@ -150,10 +168,38 @@ def _parse_yaml(text: str, where: str) -> tuple[yaml.Node | None, Any]:
             "the job file is not YAML.",
             where=f"{where}, line {mark.line + 1}" if mark else where,
             why=getattr(problem, "problem", None) or "the text cannot be parsed",
+            fix=_syntax_fix(problem),
         ) from None
     except (LookupError, AttributeError, ValueError, RecursionError, OverflowError) as problem:
         # invalid dates, thousands of digits, and values that do not suit their tag, such as `!!bool abc`
         raise ConfigError("config.syntax", "the job file cannot be read.", where=where, why=_cause(problem)) from None
+
+
+def _syntax_fix(problem: yaml.YAMLError) -> str:
+    """What usually makes the parser say this."""
+    why, context = str(getattr(problem, "problem", "")), str(getattr(problem, "context", ""))
+    if "'\\t'" in why:
+        return "indent with spaces, not with tabs"
+    if "mapping values" in why:
+        return "put a text that holds ': ' in quotes; keys of one section begin in the same column"
+    if "cannot start any token" in why:
+        return "put a text that begins with this character in quotes"
+    if "quoted scalar" in context:
+        return "close the quotes that were opened in or above this line"
+    if "flow" in context:
+        return "close each { and [ that was opened in or above this line, and put commas between values"
+    return "begin the keys of one section in the same column; lorafusion init prints a job file to compare with"
+
+
+def _refuse_data_file(path: Path) -> None:
+    words = path.name.lower().split(".")[1:]
+    if words and (words[-2] if words[-1] in PACKED and len(words) > 1 else words[-1]) in ROW_FILES:
+        raise ConfigError(
+            "config.data-file",
+            f"{path} is a data file, not a job file.",
+            why="a job file is YAML or TOML, and names the data",
+            fix=f"lorafusion new --base FOLDER --data {shlex.quote(str(path))} -o jobs.yaml",
+        )
 
 
 def _cause(problem: Exception) -> str:

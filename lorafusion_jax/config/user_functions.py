@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from lorafusion_jax.errors import did_you_mean
+from lorafusion_jax.errors import did_you_mean, first_few
 
 FUNCTION = re.compile(r"(?P<file>[^:\n]+\.py):(?P<name>[A-Za-z_]\w*)")
 BATCH = ("prompts", "completions")  # what a function of answers gets besides columns of the rows
@@ -28,7 +28,7 @@ def missing_function(folder: Path, text: str) -> str:
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if name in {*names, *_bound(tree)}:
         return ""
-    near = did_you_mean(name, names)
+    near = did_you_mean(name, names) or (f"it has {first_few(names, 6)}" if names else "")
     return f"{path} has no function {name}" + (f"; {near}" if near else "") + "."
 
 

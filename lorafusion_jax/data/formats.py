@@ -37,6 +37,9 @@ ANSWERING = (
     "targettext",
 )  # fmt: skip
 
+TASKS = ("instruction", "question", "query", "task")  # with what they are about in a second column
+GIVEN = ("context", "input", "passage", "document", "background")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -111,8 +114,15 @@ def _proposed(present: list[str]) -> str:
 
     >>> _proposed(["id", "question", "answer"])
     '{prompt: question, completion: answer}'
+    >>> _proposed(["instruction", "context", "response"])  # Dolly's
+    '{instruction: instruction, input: context, output: response}'
     """
     by_name = {re.sub(r"[^a-z]", "", column.lower()): column for column in present}
+    asking, context, answer = (
+        next((by_name[name] for name in names if name in by_name), "") for names in (TASKS, GIVEN, ANSWERING)
+    )
+    if asking and context and answer and len({asking, context, answer}) == 3:
+        return f"{{instruction: {asking}, input: {context}, output: {answer}}}"
     prompt, completion = (
         next((by_name[name] for name in names if name in by_name), "<column>") for names in (ASKING, ANSWERING)
     )

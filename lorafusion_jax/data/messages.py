@@ -26,6 +26,7 @@ ROLES = {
 LEARNED = ("train", "training", "trainable", "loss")  # of axolotl, ms-swift and others: true or false
 MUTED = ("masked", "mask")  # the opposite
 SCALED = ("loss_scale", "train_detail")  # weights that are no yes or no
+MEDIA = ("image", "input_image", "video", "audio", "input_audio")  # kinds of parts; also image_url and the like
 CALLING_ROLES = ("function_call", "tool_call")  # their content is a function call as JSON
 
 
@@ -110,7 +111,10 @@ def _joined_parts(parts: list, number: int) -> str:
     """Joins the parts of a content, {type: text, text: …}, or `value` for it."""
     texts = [part.get("text", part.get("value")) for part in parts if isinstance(part, dict)]
     strings = [text for text in texts if isinstance(text, str)]
-    if len(strings) < len(parts) or any(part.get("type", "text") != "text" for part in parts):
+    kinds = [str(part.get("type", "text")) for part in parts if isinstance(part, dict)]
+    if media := sorted({kind for kind in kinds if kind.startswith(MEDIA)}):
+        raise BadRow("data.not-text", f"message {number} has parts of the type {', '.join(media)}")
+    if len(strings) < len(parts) or any(kind != "text" for kind in kinds):
         raise BadRow("data.bad-type", f"message {number} has parts that are not text")
     return "".join(strings)
 

@@ -15,6 +15,7 @@ from lorafusion_jax.errors import LoraFusionError, raise_all
 LARGEST_ROW = 4 << 20  # characters; a tokenizer takes about 100 bytes and 1 µs for each
 FIXES = {
     "data.no-answer": "give these rows an answer or take them out",
+    "data.not-text": "take these rows out: adapters learn from text; images, audio and video are not supported",
     "data.bad-role": "one of " + ", ".join(ROLES),
     "data.bad-type": "text, or for messages a list of {role, content}",
     "data.bad-column": "repair these rows, or take the column out",
@@ -24,6 +25,7 @@ FIXES = {
 }
 PROBLEMS = {
     "data.no-answer": "have no answer",
+    "data.not-text": "hold images, audio or video",
     "data.bad-role": "have an unknown role",
     "data.bad-type": "cannot be used as they are",
     "data.bad-column": "have a column that cannot be used",

@@ -112,8 +112,11 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
         tokenizer.require()  # rows of tokens need none, the texts of samples do
     errors: list[LoraFusionError] = []
     adapters: dict[str, AdapterData] = {}
+    reading = ""
     for adapter in config.adapters:
-        progress(f"reading {names(adapter.data.train)}")
+        if (text := f"reading {names(adapter.data.train)}") != reading:  # once for the members of a sweep
+            progress(text)
+        reading = text
         try:
             adapter_tokenizer = tokenizer_of(adapter, tokenizer)
             data = adapters[adapter.name] = _adapter_data(config, adapter, adapter_tokenizer)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory, find_base
 from lorafusion_jax.checkpoint.begun_folder import read_start
 from lorafusion_jax.checkpoint.folder import CONFIG, RunFolder, no_run
+from lorafusion_jax.config.schema import BaseSettings
 from lorafusion_jax.config.specs import adapter_spec, model_targets
 from lorafusion_jax.errors import CheckpointError, ConfigError, did_you_mean
 from lorafusion_jax.peft.leaves import exported_spec
@@ -79,6 +81,7 @@ def find_source(
         LoraFusionError: `generate.source`, `generate.unknown-adapter`, `generate.no-weights`; see `find_base`.
     """
     path = Path(source)
+    _check_setting("dtype", dtype, get_args(BaseSettings.model_fields["dtype"].annotation))
     if (path / CONFIG).is_file():
         origin = _of_run(RunFolder(path), adapters, base, step, best=best)
     elif step is not None or best:
@@ -97,6 +100,12 @@ def find_source(
         raise CheckpointError("generate.source", message, why=why, fix="lorafusion generate RUN 'a prompt'")
     origin = _with_asked(origin, adapters)
     return replace(origin, dtype=dtype or origin.dtype, quantize=quantize or origin.quantize)
+
+
+def _check_setting(name: str, value: str | None, choices: Sequence[str]) -> None:
+    if value is not None and value not in choices:
+        fix = f"one of: {', '.join(choices)}"
+        raise ConfigError("generate.setting", f"{name} cannot be {value!r}.", where=name, fix=fix)
 
 
 def _of_run(

@@ -126,7 +126,10 @@ def _with_choices(config: JobConfig, prepared: Prepared, emit: Listener) -> tupl
 
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
     jobs = train_jobs(config, prepared)
-    changes = list(_changed_jobs(plan, jobs))
+    names_by_change: dict[str, list[str]] = {}  # the members of a sweep change together
+    for name, change in _changed_jobs(plan, jobs):
+        names_by_change.setdefault(change, []).append(name)
+    changes = [f"{first_few(names, SHOWN)}: {change}" for change, names in names_by_change.items()]
     if changes:
         raise CheckpointError(
             "plan.mismatch",
@@ -154,20 +157,20 @@ def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
         )
 
 
-def _changed_jobs(plan: Plan, jobs: Sequence[AdapterJob]) -> Iterator[str]:
-    """Yields what is not as it was when a plan was made, in the words of job files."""
+def _changed_jobs(plan: Plan, jobs: Sequence[AdapterJob]) -> Iterator[tuple[str, str]]:
+    """Yields names of adapters, each with what is not as it was when a plan was made, in the words of job files."""
     before, now = ({job.name: job for job in some} for some in (plan.jobs, jobs))
     for name in dict.fromkeys((*before, *now)):
         if name not in now or name not in before:
-            yield f"adapter {name} is only in the {'plan' if name in before else 'job file'}"
+            yield name, f"only in the {'plan' if name in before else 'job file'}"
             continue
         old, new = before[name], now[name]
         changes = [
-            f"{name}: {key} was {getattr(old, field):g} and is {getattr(new, field):g}"
+            (name, f"{key} was {getattr(old, field):g} and is {getattr(new, field):g}")
             for field, key in PLANNED.items()
             if getattr(old, field) != getattr(new, field)
         ]
         yield from changes
         if not changes and old != new:
             differ = sum(map(ne, old.sample_tokens, new.sample_tokens))
-            yield f"{name}: {exact(differ)} of {exact(old.num_samples)} samples differ in length or place (data, seed)"
+            yield name, f"{exact(differ)} of {exact(old.num_samples)} samples differ in length or place (data, seed)"

@@ -54,6 +54,32 @@ def test_a_hub_that_does_not_answer_is_the_second_thing_said(tmp_path, hub):
     assert hub == ["weights/Qwen3-8B"]
 
 
+def test_the_cause_of_a_silent_hub_is_a_line_without_names_of_classes(tmp_path, monkeypatch):
+    class LocalEntryNotFoundError(FileNotFoundError):
+        """What the client of the hub makes of a connection that failed."""
+
+    def snapshot_download(name, **options):
+        try:
+            raise TimeoutError("timed out after 10 s")
+        except TimeoutError as problem:
+            raise LocalEntryNotFoundError("Got: ConnectTimeout\nPlease check your connection.") from problem
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    with pytest.raises(CheckpointError) as caught:
+        base_directory(job(tmp_path, "org/model"))
+    assert caught.value.why == "the hub cannot be reached: timed out after 10 s"
+
+
+def test_a_hub_that_refuses_says_why_in_its_first_line(tmp_path, monkeypatch):
+    def snapshot_download(name, **options):
+        raise ValueError("401: Repository Not Found\nadvice of several lines") from KeyError("x-request")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    with pytest.raises(CheckpointError) as caught:
+        base_directory(job(tmp_path, "org/model"))
+    assert caught.value.why == "401: Repository Not Found"
+
+
 def test_missing_data_is_told_with_the_missing_base(tmp_path, hub):
     (tmp_path / "oak.jsonl").write_text("{}")
     with pytest.raises(ErrorList) as caught:

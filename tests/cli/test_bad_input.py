@@ -247,6 +247,7 @@ def test_plan_of_other_data_or_of_another_mesh(lorafusion, job):
         "adapters.med.weight=2.5": "med: weight was 1 and is 2.5",
         "adapters.med.batch.global_samples=4": "med: batch.global_samples was 3 and is 4",
         "seed=5": "samples differ in length or place",
+        "weight=2.5": "law, med: weight was 1 and is 2.5",
     }.items():
         outcome = lorafusion("train", job.path, "--out", job.folder / "run", "--plan", plan, override)
         assert (outcome.code, outcome.errors) == (2, ["plan.mismatch"]), outcome.err
@@ -326,6 +327,21 @@ def test_no_run_folder(lorafusion, tmp_path):
     for command in (("status",), ("resume",), ("export", "law", "--to", tmp_path / "to")):
         outcome = lorafusion(command[0], tmp_path / "nothing", *command[1:])
         assert (outcome.code, outcome.errors) == (2, ["run.missing"])
+
+
+def test_a_wrong_name_of_a_run_is_answered_with_the_runs_that_are_there(lorafusion, tmp_path):
+    (tmp_path / "runs" / "sweep").mkdir(parents=True)
+    (tmp_path / "runs" / "sweep" / "plan.json").write_text("{}")
+    (tmp_path / "runs" / "begun").mkdir()
+    (tmp_path / "runs" / "begun" / START).write_text("{}")
+    for command in (("status",), ("report",), ("cancel", "law")):
+        near = lorafusion(command[0], tmp_path / "runs" / "begin", *command[1:])
+        far = lorafusion(command[0], tmp_path / "runs" / "2026", *command[1:])
+        assert near.errors == far.errors == ["run.missing"]
+        assert "did you mean 'begun'?" in near.err
+        assert "one of begun, sweep" in far.err
+    above = lorafusion("report", tmp_path / "runs")
+    assert f"one of {tmp_path / 'runs' / 'begun'}, {tmp_path / 'runs' / 'sweep'}" in above.err
 
 
 @pytest.mark.parametrize("text", ["", '{"slot": 4, "adap', "[]"], ids=["empty", "cut off", "of something else"])

@@ -107,6 +107,7 @@ def test_a_conversation_goes_on_until_the_end_of_input(lorafusion, finished, mon
         (["x", "-a", "new=missing"], "generate.unknown-adapter"),
         (["x", "--temperature", "-1"], "generate.setting"),
         (["x", "--top-p", "1.5"], "generate.setting"),
+        (["x", "--dtype", "float64"], "generate.setting"),
         (["x", "--step", "99"], "generate.no-weights"),
         (["x", "--base", "nowhere"], "model.missing"),
         (["--file", "missing.jsonl"], "generate.file"),

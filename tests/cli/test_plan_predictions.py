@@ -10,6 +10,7 @@ import pytest
 from shapes import LLAMA_8B, LLAMA_70B
 
 from lorafusion_jax.cli.plan import command
+from lorafusion_jax.cli.running import compare_with_prediction
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning import prediction
@@ -71,8 +72,13 @@ def test_evaluations_and_saves_are_predicted_and_stand_beside_what_they_took(lor
     parts = [predicted[key] for key in ("seconds", "evaluation_s", "saving_s")]
     assert predicted["wall_s"] == pytest.approx(sum(parts), rel=1e-12)
     assert min(parts) > 0
-    assert re.search(
-        r"training .* predicted\)  ·  held-out losses .* predicted\)  ·  saving .* predicted\)", outcome.out
+    assert re.search(r"training \S+( s)?  ·  held-out losses \S+( s)?  ·  saving \S+( s)?$", outcome.out, re.M)
+    events = run / "events.jsonl"
+    unsigned = re.sub(r', "crc": "\w{8}"', "", events.read_text())
+    events.write_text(unsigned.replace('"device": "cpu"', '"device": "NVIDIA H200"'))  # it has measured rates
+    assert re.fullmatch(
+        r"training .* predicted\)  ·  held-out losses .* predicted\)  ·  saving .* predicted\)",
+        compare_with_prediction(run) or "",
     )
     text = lorafusion("plan", job.path, "save.every_steps=2").out
     assert re.search(r"with \d+ evaluations \(.*\) and \d+ saves \(.*\) .*, without start-up", text)

@@ -79,6 +79,34 @@ def test_what_does_not_make_adapters_is_an_error(job, adapters, code):
     assert all(isinstance(problem, ConfigError) and problem.where for problem in problems)
 
 
+def test_two_files_of_one_name_are_told_with_both(job, tmp_path):
+    (tmp_path / "data" / "North.csv").write_text("")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "south.v2.csv").write_text("")
+    for adapters, message, fix in (
+        ({"from": "data/*"}, "'north': those of data/North.csv and data/north.jsonl", "rename one of the files"),
+        (
+            {"from": ["data/*.gz", "more/*"], "name": "x-{stem}"},
+            "data/south.v2.jsonl.gz and more/south.v2.csv",
+            "rename",
+        ),
+        ({"from": "data/*.*", "name": "shop"}, "'shop': those of", "name: shop-{stem}"),
+    ):
+        with pytest.raises(ConfigError, match=r"config\.duplicate-name") as raised:
+            load_config(job(adapters))
+        assert message in raised.value.what
+        assert fix in raised.value.fix
+    assert load_config(job({"from": "data/*.*l*", "name": "shop-{stem}"})).adapters[0].name == "shop-north"
+
+
+@pytest.mark.parametrize("folder", ["data", "data/"])
+def test_a_folder_is_answered_with_the_pattern_of_its_files(job, folder):
+    with pytest.raises(ConfigError, match=r"config\.no-files") as raised:
+        load_config(job({"from": folder}))
+    assert raised.value.fix.startswith("adapters: {from: data/*}")
+    assert len(load_config(job({"from": "data/*"})).adapters) == 2  # as the fix says
+
+
 @pytest.fixture
 def rows(tmp_path, job):
     """rows(values): a file with a row for each value of the column `customer`."""

@@ -1,6 +1,7 @@
 """Job files: defaults, sweeps, overrides, and reports of all errors."""
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -356,3 +357,70 @@ def test_patterns_that_peft_may_have_sorted_are_noted(tmp_path, tiny_base):
     assert "'q_proj'" in note
     assert "layers.0.self_attn.q_proj" in note
     assert "'v_proj'" not in note  # both patterns say the same of it
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("base:\n\tmodel: m\n", "spaces, not with tabs"),
+        ("base: {model: m\nadapters: [", "close each { and ["),
+        ("base: {model: 'm}\n", "close the quotes"),
+        ("base: {model: @m}\n", "begins with this character in quotes"),
+        ("base:\n  model: a: b\n", "': ' in quotes"),
+        ("base:\n  model: m\n data: {}\n", "same column"),
+    ],
+)
+def test_a_file_that_is_no_yaml_says_how_to_repair_it(tmp_path, text, fix):
+    assert fix in errors_of(write(tmp_path, text))["config.syntax"].rpartition("fix: ")[2]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "my rows.csv", "rows.jsonl.gz", "Rows.PARQUET"])
+def test_a_data_file_given_as_a_job_says_how_to_make_one_for_it(tmp_path, name):
+    (tmp_path / name).write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "b"}\n')
+    fix = errors_of(tmp_path / name)["config.data-file"].rpartition("fix: ")[2]
+    assert shlex.split(fix) == shlex.split(f"lorafusion new --base FOLDER --data '{tmp_path / name}' -o jobs.yaml")
+
+
+@pytest.mark.parametrize(
+    ("extra", "fix"),
+    [
+        ("eval: {every_steps: 4}\n", "write train.eval_every_steps"),
+        ("eval_every_steps: 4\n", "write train.eval_every_steps"),
+        ("train: {epochs: 2}\n", "epochs is a key of an adapter, or of the whole file"),
+        ("lora: {lr: 1e-4}\n", "write optim.lr"),
+        ("lora: {rnak: 4}\n", "did you mean 'rank'?"),
+        ("name: law\n", "write optim.name or objective.name"),
+    ],
+)
+def test_a_key_in_the_wrong_place_is_told_its_place(tmp_path, extra, fix):
+    assert fix in errors_of(write(tmp_path, SMALL + extra))["config.unknown-key"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "fix"),
+    [
+        ("train: {max_steps: 4}", "train holds for the whole run: write it beside adapters"),
+        ("train: law.jsonl", "write data.train"),
+        ("max_steps: 4", "write train.max_steps, for the whole run"),
+        ("rank: 4", "write lora.rank"),
+    ],
+)
+def test_a_key_of_an_adapter_in_the_wrong_place_is_told_its_place(tmp_path, setting, fix):
+    text = SMALL.replace("law.jsonl}", f"law.jsonl}}, {setting}")
+    assert fix in errors_of(write(tmp_path, text))["config.unknown-key"]
+
+
+def test_a_fix_that_names_a_place_holds_when_it_is_followed(tmp_path):
+    load_config(write(tmp_path, SMALL + "train: {eval_every_steps: 4, max_steps: 4}\noptim: {lr: 1e-4}\nepochs: 2\n"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "fix"),
+    [
+        ("optim.schedule=constant_with_warmup", "optim.schedule: constant; optim.warmup"),
+        ("optim.schedule=cosine_with_min_lr", "optim.schedule: cosine; optim.min_lr_ratio"),
+        ("optim.name=paged_adamw_8bit", "optim.name: adamw;"),
+    ],
+)
+def test_a_value_of_another_program_is_answered_with_ours(tmp_path, setting, fix):
+    assert fix in errors_of(write(tmp_path, SMALL), [setting])["config.override"]

@@ -90,7 +90,7 @@ def test_what_only_some_rows_have_is_not_left_out(load):
     ("columns", "fix"),
     [
         (["id", "Question", "Answer"], "{prompt: Question, completion: Answer}"),
-        (["instruction", "context", "response"], "{prompt: instruction, completion: response}"),
+        (["instruction", "context", "response"], "{instruction: instruction, input: context, output: response}"),
         (["prompt", "response"], "{prompt: prompt, completion: response}"),
         (["article", "highlights", "id"], "{prompt: article, completion: highlights}"),
         (["foo", "bar"], "{prompt: <column>, completion: <column>}"),

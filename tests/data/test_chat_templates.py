@@ -64,6 +64,15 @@ def job(tmp_path, base, **templates):
     return path
 
 
+def test_the_members_of_a_sweep_are_read_with_one_line(tmp_path, base):
+    path = tmp_path / "sweep.yaml"
+    text = job(tmp_path, base, a=TEMPLATE).read_text()
+    path.write_text(text.replace('"name": "a"', '"name": "a", "lora": {"rank": [2, 4, 8]}'))
+    lines = []
+    assert len(prepare(load_config(path), progress=lines.append).adapters) == 3
+    assert lines == ["reading rows.jsonl"]
+
+
 def test_adapters_of_one_base_have_templates_of_their_own(tmp_path, base):
     (tmp_path / "own.jinja").write_text(TEMPLATE.replace("<|{{ m.role }}|>", "<|{{ m.role }}|>:"))
     config = load_config(job(tmp_path, base, named="mistral", file="own.jinja", text=TEMPLATE))

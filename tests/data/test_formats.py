@@ -123,7 +123,7 @@ def test_keys_of_a_message_that_say_one_thing_are_equal(load, twice, code, says)
         {"messages": "hello"},
         {"messages": ["hello"]},
         {"messages": [{"role": "user", "content": 3}]},
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
         {"prompt": 3, "completion": "a"},
         {"prompt": "a", "completion": 3},
         {"text": None},
@@ -132,6 +132,33 @@ def test_keys_of_a_message_that_say_one_thing_are_equal(load, twice, code, says)
 )
 def test_wrong_types(load, row):
     assert fails(load, "data.bad-type", [row]).where == "law.jsonl, line 1"
+
+
+@pytest.mark.parametrize("part", [{"type": "image", "image": "a.png"}, {"type": "input_audio"}, {"type": "image_url"}])
+def test_rows_with_images_and_sound_say_that_adapters_learn_from_text(load, part):
+    content = [part, {"type": "text", "text": "what is this?"}]
+    error = fails(load, "data.not-text", [{"messages": [{"role": "user", "content": content}]}])
+    assert f"message 0 has parts of the type {part['type']}" in error.why
+    assert "not supported" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("columns", "fix"),
+    [
+        (
+            ("instruction", "context", "response", "category"),
+            "{instruction: instruction, input: context, output: response}",
+        ),
+        (("question", "passage", "answer"), "{instruction: question, input: passage, output: answer}"),
+        (("context", "response"), "{prompt: context, completion: response}"),
+    ],
+)
+def test_a_column_of_context_is_not_left_out_of_the_proposal(load, columns, fix):
+    row = {column: f"the {column}" for column in columns}
+    error = fails(load, "data.unknown-format", [row])
+    assert error.fix == f"data.columns: {fix}"
+    followed = dict(pair.split(": ") for pair in fix[1:-1].split(", "))
+    assert set(load([row], columns=followed).report.columns.values()) == set(followed.values())
 
 
 def test_every_kind_of_bad_row_is_reported_at_once(load):
