@@ -135,7 +135,8 @@ def binaries(tmp_path_factory) -> Path:
     return home / "venv" / "bin"
 
 
-LATER = ("resume", "add", "tune", "generate", "chat")  # need an interrupted or running run, a GPU, or a terminal
+# They need an interrupted or running run, a GPU, a terminal, or the extra `serve`.
+LATER = ("resume", "add", "tune", "generate", "chat", "serve")
 
 
 @pytest.mark.nightly
