@@ -65,6 +65,11 @@ def test_a_job_file_becomes_jobs(call, tmp_path, tiny_base):
     code, output, _ = call("watch", job)
     assert (code, output.splitlines()[-1]) == (0, "cancelled")
     assert job in call("ls", "--state", "cancelled")[1]
+    assert "new -> checking  (submit by ana)" in call("log", job)[1].splitlines()[0]
+    assert "-> cancelled" in call("log", job, "--tail", "1")[1]
+    assert "deleted" in call("delete", job)[1]
+    assert job not in call("ls")[1]
+    assert call("show", other)[0] == 0
 
 
 def test_what_the_service_refuses_is_an_error_of_the_command(call, tmp_path):
@@ -132,9 +137,15 @@ def test_a_file_that_holds_no_key_is_an_error_that_does_not_show_it(running, tmp
 
 
 @pytest.mark.parametrize("job", ["a b", "ö", "../../healthz", "%2e", "?x", "#", "a\nb"])
-@pytest.mark.parametrize("command", ["show", "cancel", "watch"])
+@pytest.mark.parametrize("command", ["show", "cancel", "watch", "log", "metrics", "delete"])
 def test_an_id_is_a_name_whatever_its_signs_are(call, job, command):
     code, _, told = call(command, job)
+    assert (code, "error[api." in told) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["weight", "priority"])
+def test_what_changes_a_job_takes_its_id_as_a_name(call, command):
+    code, _, told = call(command, "?x", "3")
     assert (code, "error[api." in told) == (2, True)
 
 

@@ -1,4 +1,4 @@
-"""lorafusion jobs …: submit, list, show, watch, cancel, pause, continue, weight, download."""
+"""lorafusion jobs …: submit, list, show, watch, log, metrics, cancel, pause, continue, weight, download, delete."""
 
 from __future__ import annotations
 
@@ -110,6 +110,37 @@ def watch(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
 
 
 @app.command()
+def log(
+    job: Name,
+    tail: Annotated[int, typer.Option(min=1, max=10_000, help="only so many last lines")] = 200,
+    url: Url = LOCAL,
+    key_file: Key = None,
+) -> None:
+    """Shows what happened to a job: every change of its state, who asked for it, and why.
+
+    Example: lorafusion jobs log job-0123456789ab
+    """
+    with _errors():
+        print(_client(url, key_file).job(job).log(tail), end="")
+
+
+@app.command()
+def metrics(
+    job: Name,
+    from_step: Annotated[int, typer.Option(min=0, help="rows from this step on")] = 0,
+    url: Url = LOCAL,
+    key_file: Key = None,
+) -> None:
+    """Prints the rows of a job's steps and evaluations, a JSON object a line.
+
+    Example: lorafusion jobs metrics job-0123456789ab > law.jsonl
+    """
+    with _errors():
+        for row in _client(url, key_file).job(job).metrics(from_step):
+            print(json.dumps(row))
+
+
+@app.command()
 def cancel(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
     """Cancels a job.
 
@@ -179,6 +210,15 @@ def download(
         print(_client(url, key_file).job(job).adapter(to))
 
 
+@app.command()
+def delete(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
+    """Deletes a job that has ended; its adapter stays.
+
+    Example: lorafusion jobs delete job-0123456789ab
+    """
+    _ask(url, key_file, lambda client: client.job(job).delete())
+
+
 def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[str, Any]:
     """Converts an adapter of a job file to a job of the service.
 
@@ -204,7 +244,11 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "data.eval: a share of the rows (name a file)": isinstance(adapter.data.eval, float),
     } | {f"lora.{key}": True for key in _changed(adapter.lora) - {"init_from"} - set(LoraSpec.model_fields)}
     if wrong := [name for name, is_set in is_set_by_name.items() if is_set]:
-        raise ConfigError("jobs.not-served", f"{adapter.name}: a service does not take {', '.join(wrong)}.")
+        raise ConfigError(
+            "jobs.not-served",
+            f"{adapter.name}: a service does not take {', '.join(wrong)}.",
+            fix="leave that out, or train the file here: lorafusion train",
+        )
     data = adapter.data.model_dump(mode="json", exclude_none=True, exclude={"where"})
     sources_by_key = {"train": adapter.data.train, "eval": held_out}
     data |= {key: _file_of(sources[0].path, directory) for key, sources in sources_by_key.items() if sources}

@@ -213,11 +213,20 @@ class Job:
 
     def set_priority(self, priority: int) -> dict[str, Any]:
         """Changes its priority: jobs of higher ones are placed first, and take places of lower ones."""
-        return self.client.request("PATCH", f"/v1/jobs/{self.id}", {"priority": priority})
+        return self.client.request("PATCH", self._path, {"priority": priority})
 
     def set_deadline(self, deadline: float) -> dict[str, Any]:
         """Changes the time, in seconds since 1970, by which it should end."""
-        return self.client.request("PATCH", f"/v1/jobs/{self.id}", {"deadline": deadline})
+        return self.client.request("PATCH", self._path, {"deadline": deadline})
+
+    def delete(self) -> dict[str, Any]:
+        """Deletes it, once it has ended. Its adapter stays."""
+        return self.client.request("DELETE", self._path)
+
+    def log(self, tail: int = 200) -> str:
+        """Returns the last lines on what happened to it."""
+        with self.client.stream(f"{self._path}/log?tail={tail}") as answer:
+            return answer.read().decode()
 
     def metrics(self, from_step: int = 0) -> list[dict[str, Any]]:
         """Returns the rows of its steps and evaluations."""
