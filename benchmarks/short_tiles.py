@@ -52,8 +52,7 @@ def _rows(small: bool) -> Iterator[dict[str, Any]]:
     config = ModelConfig(family="llama", **(SMALL if small else SHAPE))
     tokens, adapters, tiles = (128, 2, (64, 16)) if small else (8192, 64, TILES)
     cases: list[Case] = [(targets, tile, None) for targets in TARGETS for tile in tiles]
-    triton: Implementation = "pallas_triton"
-    cases += [("q, v", tile, triton) for tile in tiles if tile < 64]
+    cases.extend(("q, v", tile, "pallas_triton") for tile in tiles if tile < 64)
     with ThreadPoolExecutor(len(cases)) as pool:
         begun = []
         for case in cases:
