@@ -15,10 +15,10 @@ from lorafusion_jax.report.console import out, say
 
 def command(
     adapters: Annotated[
-        list[str], typer.Argument(metavar="ADAPTER[=WEIGHT]...", help="PEFT folders, or names of --run; weight 1")
+        list[str], typer.Argument(metavar="ADAPTER[=WEIGHT]", help="PEFT folders, or names of --run; weight 1")
     ],
     to: Annotated[Path, typer.Option("--to", help="folder to write, new or empty")],
-    run: Annotated[Path | None, typer.Option(help="run whose adapters are named")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="RUN", help="run whose adapters are named")] = None,
     method: Annotated[
         str, typer.Option(help="cat (exact), linear, ties, magnitude_prune, dare_linear or dare_ties, as in PEFT")
     ] = "cat",

@@ -37,7 +37,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 def command(
     run: RunPath,
-    adapter: Annotated[str | None, typer.Argument(help="name of the adapter")] = None,
+    adapter: Annotated[str | None, typer.Argument(metavar="ADAPTER", help="name of the adapter")] = None,
     to: Annotated[
         Path | None, typer.Option("--to", "--out", "-o", help="folder to write, new or empty; required")
     ] = None,
@@ -223,7 +223,7 @@ def _check_options(
         (
             (adapter is None) == all_adapters,
             "name one adapter, or give --all.",
-            "lorafusion export RUN NAME --to FOLDER",
+            "lorafusion export RUN ADAPTER --to FOLDER",
         ),
         (dtype in (None, *DTYPES), f"--dtype is {dtype!r}.", " or ".join(DTYPES)),
         (not merge or dtype is None, "--dtype is for PEFT folders: a merged model has the base's.", "without --dtype"),

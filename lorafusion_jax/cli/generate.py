@@ -27,6 +27,7 @@ Adapters = Annotated[
     list[str] | None,
     typer.Option(
         "--adapter", "-a",
+        metavar="ADAPTER",
         help="adapter of the run, NAME=FOLDER for a PEFT folder, or base for the base alone; repeatable "
         "[default: all of the run]",
     ),
@@ -64,12 +65,13 @@ Stop = Annotated[
 def command(
     source: SourceArgument,
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT...", help="texts; - reads one from standard input")
+        list[str] | None, typer.Argument(metavar="PROMPT", help="texts; - reads one from standard input")
     ] = None,
     file: Annotated[
         str | None,
         typer.Option(
             "--file", "-f",
+            metavar="FILE",
             help="JSONL or CSV: a prompt or messages in each row, and as you like adapter, max_tokens, temperature, "
             "top_k, top_p, seed, stop; - for standard input",
         ),

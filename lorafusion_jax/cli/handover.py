@@ -26,7 +26,7 @@ from lorafusion_jax.report.servers import (
 
 def command(
     run: RunPath,
-    adapter: Annotated[str, typer.Argument(help="name of the adapter")],
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="name of the adapter")],
     vllm: Annotated[str | None, typer.Option(metavar="URL", help="of a vLLM server, such as http://gpu:8000")] = None,
     sglang: Annotated[str | None, typer.Option(metavar="URL", help="of an SGLang server")] = None,
     ollama: Annotated[str | None, typer.Option(metavar="URL", help="of an Ollama server, with --gguf")] = None,

@@ -32,16 +32,36 @@ from lorafusion_jax.signals import INTERRUPTED, stop_signals
 # and the completion of a shell import no command.
 
 
+TYPES = {"str": "TEXT", "int": "INTEGER", "float": "NUMBER", "path": "PATH", "file": "FILE"}
+_TYPE = re.compile(r" <(?:list\[)?([^\[\]<>]*?)(?: range)?\]?>")
+
+
+def _value_names(option: str) -> str:
+    """Names the value of an option as arguments are named.
+
+    >>> _value_names("-a, --adapter <list[str]>"), _value_names("--steps <int range>"), _value_names("--goal <a|b>")
+    ('-a, --adapter TEXT', '--steps INTEGER', '--goal a|b')
+    """
+    return _TYPE.sub(lambda match: f" {TYPES.get(match[1], match[1])}", option)
+
+
 class Sections:
-    """Prints help as plain text in the sections that `rich_help_panel` names: importing rich takes longer than that."""
+    """Prints help as plain text in the sections that `rich_help_panel` names: importing rich takes longer than that.
+
+    Names are NAME of one value, [NAME] of one that may be left out, NAME... of several, in usage and errors alike.
+    """
+
+    def collect_usage_pieces(self: Any, ctx: Any) -> list[str]:
+        pieces = super().collect_usage_pieces(ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in pieces]
 
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if (row := parameter.get_help_record(ctx)) is not None:
-                kind = "Options"
+                kind, row = "Options", (_value_names(row[0]), row[1])
                 if parameter.param_type_name == "argument":
-                    kind, row = "Arguments", (row[0].partition(" <")[0], row[1])
+                    kind, row = "Arguments", (parameter.metavar, row[1])
                 sections.setdefault(parameter.rich_help_panel or kind, []).append(row)
         for name, command in getattr(self, "commands", {}).items():
             text = self.get_command(ctx, name).help.split("\n\n")[0]

@@ -27,7 +27,7 @@ def command(
     overrides: Where = None,
     drop: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="drop an adapter from the rest; its last good step stays; repeatable"),
+        typer.Option(metavar="ADAPTER", help="drop an adapter from the rest; its last good step stays; repeatable"),
     ] = None,
     distributed: Distributed = False,
     coordinator: Coordinator = None,

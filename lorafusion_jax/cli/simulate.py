@@ -23,9 +23,9 @@ EXAMPLE_JOBS = 60
 def command(
     trace: Annotated[
         str | None,
-        typer.Argument(help="CSV file: our columns, or those of Philly, Helios or ACME"),
+        typer.Argument(metavar="TRACE", help="CSV file: our columns, or those of Philly, Helios or ACME"),
     ] = None,
-    also: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", help="further policies")] = None,
+    also: Annotated[list[str] | None, typer.Argument(metavar="POLICY", help="further policies")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="number of GPUs of the cluster, in hosts of eight")] = 64,
     memory_gib: Annotated[float, typer.Option(help="memory of each GPU")] = 140.0,
     policy: Annotated[

@@ -20,7 +20,9 @@ SHOWN = 6  # tensors of a comparison
 
 def command(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="run folder, or a folder with SHA256SUMS")],
-    adapter: Annotated[str | None, typer.Argument(help="adapter to train with the others and alone")] = None,
+    adapter: Annotated[
+        str | None, typer.Argument(metavar="ADAPTER", help="adapter to train with the others and alone")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps of the adapter")] = 4,
     as_json: Json = False,
 ) -> int:

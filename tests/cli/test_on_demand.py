@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,12 @@ import pytest
 
 from lorafusion_jax.cli.main import COMMANDS, PANELS, documentation, imported, run
 
+NAME = r"[A-Z]+(?:[=:\[]+[A-Z]+\]?)*"  # RUN, KEY=VALUE, HOST:PORT, ADAPTER[=WEIGHT]
+ROW = re.compile(r"  (-.*?)(?:  .*)?$")  # of an option, up to its text
+ONE_NAME = {
+    **{"run": "RUN", "runs": "RUN", "jobs": "JOBS", "adapter": "ADAPTER", "drop": "ADAPTER"},
+    **{"job": "JOB", "url": "URL", "overrides": "KEY=VALUE"},
+}
 DEAR = (
     "lorafusion_jax.config.schema",
     "numpy",
@@ -93,6 +100,50 @@ def test_an_option_that_is_a_setting_says_how_it_is_typed(option, said, capsys):
     assert said in capsys.readouterr().err
     assert run(["train", "jobs.yaml", "--colour"]) == 2
     assert "fix:" not in capsys.readouterr().err
+
+
+def command_lines() -> list[list[str]]:
+    """Every command, and every command of a group."""
+    groups = {name: getattr(imported(name, path), "commands", {}) for name, path in COMMANDS.items()}
+    return [[name, *inner] for name, commands in groups.items() for inner in [[], *([part] for part in commands)]]
+
+
+@pytest.mark.parametrize("line", command_lines(), ids=" ".join)
+def test_names_of_arguments_and_values_follow_one_rule(line, capsys):
+    assert run([*line, "--help"]) == 0
+    usage, _, options = capsys.readouterr().out.partition("\n")
+    for piece in usage.removeprefix(f"Usage: lorafusion {' '.join(line)} ").split():
+        assert re.fullmatch(rf"{NAME}(\.\.\.)?|\[{NAME}\](\.\.\.)?", piece), usage
+    rows = [words[1] for words in map(ROW.match, options.partition("\nOptions:\n")[2].splitlines()) if words]
+    assert rows
+    for row in rows:
+        *_, last = row.split(", ")
+        _, _, value = last.partition(" ")
+        assert re.fullmatch(rf"({NAME})?|(\w[\w-]*\|)+[\w-]+|/ --[\w-]+", value), row
+
+
+def test_what_is_one_thing_has_one_name():
+    for line in command_lines():
+        command = imported(line[0], COMMANDS[line[0]])
+        for parameter in (command if len(line) == 1 else command.commands[line[1]]).params:
+            assert parameter.metavar == ONE_NAME.get(parameter.opts[0].lstrip("-"), parameter.metavar), line
+            assert parameter.param_type_name == "option" or parameter.metavar, line
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["report"], "Missing argument 'RUN'"),
+        (["generate"], "Missing argument 'SOURCE'"),
+        (["combine", "--to", "x"], "Missing argument 'ADAPTER[=WEIGHT]'"),
+        (["handover", "runs/exp1"], "Missing argument 'ADAPTER'"),
+    ],
+)
+def test_usage_errors_use_the_names_of_the_help(line, said, capsys):
+    assert run(line) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert not set("{<") & set(told.splitlines()[0])
 
 
 def test_every_command_is_in_a_panel():

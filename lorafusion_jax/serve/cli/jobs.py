@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 
 app = typer.Typer(no_args_is_help=True, help="Jobs of a service that `lorafusion serve` runs.")
-Url = Annotated[str, typer.Option(help="address of the service")]
+Url = Annotated[str, typer.Option(metavar="URL", help="address of the service")]
 Key = Annotated[Path | None, typer.Option("--key-file", help="file with the key; default ~/.config/lorafusion/key")]
 Name = Annotated[str, typer.Argument(metavar="JOB", help="id of the job")]
 KEY = re.compile(rb"tml-lf_[a-z2-7]{8}_[A-Za-z0-9_-]{43}")
