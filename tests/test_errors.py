@@ -27,6 +27,14 @@ def test_an_error_says_what_where_why_and_what_to_do():
     ]
 
 
+def test_a_sentence_that_ends_with_a_question_gets_no_full_stop():
+    error = ConfigError(
+        "a.b", "it is 'lwa'; did you mean 'law'?.", fix="did you mean 'law'?.\n  old-?.jsonl is a glob."
+    )
+    assert error.what == "it is 'lwa'; did you mean 'law'?"
+    assert error.fix == "did you mean 'law'?\n  old-?.jsonl is a glob."
+
+
 def test_error_lists_show_all_and_have_the_gravest_exit_code():
     with pytest.raises(ErrorList) as caught:
         raise_all([ConfigError("a.b", "one."), DataError("c.d", "two.")])

@@ -147,7 +147,7 @@ def loss_of(name: str) -> RowLoss:
         return entry
     raise CallError(
         "call.loss",
-        f"the loss '{name}' is not served; {did_you_mean(name, LOSSES)}".rstrip("; "),
+        f"the loss '{name}' is not served; {did_you_mean(name, LOSSES)}".rstrip("; ") + ".",
         why=f"losses are {', '.join(LOSSES)}",
         fix="one of them, or forward_backward_custom, which takes any function of the log-probabilities",
     )

@@ -420,6 +420,8 @@ def test_a_fix_that_names_a_place_holds_when_it_is_followed(tmp_path):
         ("optim.schedule=constant_with_warmup", "optim.schedule: constant; optim.warmup"),
         ("optim.schedule=cosine_with_min_lr", "optim.schedule: cosine; optim.min_lr_ratio"),
         ("optim.name=paged_adamw_8bit", "optim.name: adamw;"),
+        ("optim.name=adamwx", "not 'adamwx'; did you mean 'adamw'?\n"),
+        ("objective.name=srt", "not 'srt'; did you mean 'sft'?\n"),
     ],
 )
 def test_a_value_of_another_program_is_answered_with_ours(tmp_path, setting, fix):

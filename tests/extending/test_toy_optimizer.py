@@ -89,6 +89,7 @@ def test_what_does_not_exist_or_load_is_refused_with_its_place(job, capsys, opti
     assert "error[" in shown
     assert says in shown
     assert "Traceback" not in shown
+    assert "?." not in shown
 
 
 def test_a_package_cannot_replace_what_is_built_in(install):
