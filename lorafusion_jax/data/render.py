@@ -19,9 +19,10 @@ from lorafusion_jax.data.template.compiled import TemplateLimit, TemplateProblem
 from lorafusion_jax.data.template.conversation import Rendered
 from lorafusion_jax.data.template.left_out import unread_keys
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
-from lorafusion_jax.errors import DataError
+from lorafusion_jax.errors import DataError, shortened_text
 
 AFTER_PROMPT = "after prompt"
+EXCERPT = 80  # characters of a text in a note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,26 @@ def encode_examples(
     encoded = tokenizer.encode_rendered(plain)
     notes = tuple(_ended_before(plain, encoded, tokenizer, rows))
     return EncodedRows(samples=[_with_ends(sample, tokenizer) for sample in encoded], notes=notes)
+
+
+def joined_note(examples: Sequence[Example], tokenizer: Tokenizer, rows: Rows) -> list[str]:
+    """Returns a note on pairs that become one text without a chat template, if that may not be what was meant: those of
+    an instruction, and those without white space between prompt and answer."""
+    pairs = [example for example in examples if isinstance(example, Pair) and example.prompt]
+    if tokenizer.chat_template is not None or not pairs or any(map(_has_space, pairs)):
+        return []
+    prompt, answer, joint = pairs[0]
+    how = "joined, with an empty line between them" if joint else "joined, with nothing between them"
+    parts = "instruction, input and output" if joint else "prompt and answer"
+    template = "alpaca writes Alpaca's words around them" if joint else "chatml, alpaca or another writes them as turns"
+    return [
+        f"[data.no-template] the base has no chat template, so {parts} are {how}, as in {rows.locate(0)}: "
+        f"{shortened_text(repr(prompt + joint + answer), EXCERPT)}. data.chat_template: {template}"
+    ]
+
+
+def _has_space(pair: Pair) -> bool:
+    return not pair.joint and (pair.prompt[-1:] + pair.answer[:1]).split() != [pair.prompt[-1:] + pair.answer[:1]]
 
 
 def _as_chat(example: Example) -> Chat:

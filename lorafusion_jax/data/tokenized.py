@@ -16,7 +16,7 @@ from lorafusion_jax.data.formats import Layout, detect_layout
 from lorafusion_jax.data.join_sets import SetBuilder, join_reports
 from lorafusion_jax.data.other_rows import refuse_other_rows
 from lorafusion_jax.data.parse_examples import PROBLEMS, parse_examples, refuse_shortened
-from lorafusion_jax.data.render import EncodedRows, encode_examples
+from lorafusion_jax.data.render import EncodedRows, encode_examples, joined_note
 from lorafusion_jax.data.rows import RawSource, Rows, RowsError
 from lorafusion_jax.data.segments import code_of
 from lorafusion_jax.data.sources import open_source, row_blocks
@@ -101,7 +101,7 @@ def _tokenize_blocks(
 
             def tokenize(rows: Rows, first: DataReport | None = first) -> TokenizedSet:
                 if objective.objective.segments is not None:
-                    return tokenize_segments(raw, rows, settings, tokenizer, adapter, objective)
+                    return tokenize_segments(raw, rows, settings, tokenizer, adapter, objective, first)
                 return _tokenize(raw, rows, settings, tokenizer, adapter, objective.name, first)
 
             try:
@@ -193,7 +193,7 @@ def _tokenize(
         samples = parse_token_rows(rows, layout.columns, adapter=adapter, loss=loss)
         encoded = EncodedRows(samples=samples, notes=tuple(unended_rows(samples, rows, tokenizer)))
     else:
-        encoded = _render(rows, layout, settings, tokenizer, adapter, loss)
+        encoded = _render(rows, layout, settings, tokenizer, adapter, loss, is_first=first is None)
     for sample in encoded.samples:
         sample.mask[:1] = False  # the first token cannot be predicted
     fit = fit_length(encoded.samples, settings, rows, adapter, tokenizer.positions)
@@ -201,7 +201,7 @@ def _tokenize(
 
 
 def _render(
-    rows: Rows, layout: Layout, settings: DataSettings, tokenizer: Tokenizer, adapter: str, loss: str
+    rows: Rows, layout: Layout, settings: DataSettings, tokenizer: Tokenizer, adapter: str, loss: str, *, is_first: bool
 ) -> EncodedRows:
     # Characters far beyond max_length need not be tokenised: a token has far fewer than 256.
     cut_at = CHARACTERS_PER_TOKEN * settings.max_length if settings.on_long == "cut" else None
@@ -209,7 +209,8 @@ def _render(
     encoded = encode_examples(examples.values, tokenizer, rows=rows, adapter=adapter, loss=loss)
     enough = 2 * settings.max_length  # a margin, because the last tokens depend on the cut
     refuse_shortened([row for row in examples.shortened if len(encoded.samples[row].tokens) < enough], rows, adapter)
-    return encoded
+    joined = joined_note(examples.values, tokenizer, rows) if is_first else []
+    return dataclasses.replace(encoded, notes=(*joined, *encoded.notes))
 
 
 def _unused_notes(layout: Layout, settings: DataSettings) -> list[str]:

@@ -14,7 +14,7 @@ from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.fit_length import fit_length
 from lorafusion_jax.data.messages import checked_text, parse_messages
 from lorafusion_jax.data.other_rows import refuse_media
-from lorafusion_jax.data.render import AFTER_PROMPT, encode_examples
+from lorafusion_jax.data.render import AFTER_PROMPT, encode_examples, joined_note
 from lorafusion_jax.data.rows import RawSource, Rows
 from lorafusion_jax.data.segments import RowSample, columns_of, read_samples
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet, quantiles
@@ -42,9 +42,18 @@ class _Text:
 
 
 def tokenize_segments(
-    raw: RawSource, rows: Rows, settings: DataSettings, tokenizer: Tokenizer, adapter: str, chosen: Chosen
+    raw: RawSource,
+    rows: Rows,
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    adapter: str,
+    chosen: Chosen,
+    first: DataReport | None = None,
 ) -> TokenizedSet:
-    """Tokenises the rows of a source. Each segment must fit and have an answer.
+    """Tokenises a block of the rows of a source. Each segment must fit and have an answer.
+
+    Args:
+        first: of the first block; None for the first.
 
     Raises:
         DataError, ErrorList: all problems of the source, with their rows.
@@ -63,6 +72,8 @@ def tokenize_segments(
         tokens, more = _encode(segments[index], tokenizer, places[index], adapter, loss)
         encoded.append(tokens)
         notes = [*notes, *more]
+    pairs = [Pair(segment.prompt or "", segment.answer or "") for segment in segments[0] if segment.template]
+    notes = [*notes, *(joined_note(pairs, tokenizer, places[0]) if first is None else ())]
     if loss == AFTER_PROMPT:
         _begin_together(samples, encoded, width)
     for index in indices:

@@ -13,6 +13,7 @@ from lorafusion_jax.data import load_samples, load_tokenizer
 from lorafusion_jax.data.model_fit import model_problems
 from lorafusion_jax.errors import DataError
 from lorafusion_jax.families.model import ModelConfig
+from lorafusion_jax.objective.choose import choose
 
 SHAPE = ModelConfig.from_hf(GOLDEN["llama3"]["config"])
 TWO_TURNS = {"messages": chat("2+2?", "four", "3+3?", "six", system="Be brief.")}
@@ -61,6 +62,9 @@ def test_plain_text_has_no_answers(load, loss):
 def test_without_template_pairs_are_written_plainly(load, plain_tokenizer):
     samples = load([PAIR], tokenizer=plain_tokenizer)
     assert plain_tokenizer.decode(samples.tokens) == "2+2?four<|end|>"
+    (note,) = samples.report.notes
+    assert note.startswith("[data.no-template]")
+    assert "with nothing between them, as in line 1: '2+2?four'" in note
     assert learned(samples, plain_tokenizer) == ["four<|end|>"]
     assert samples.report.template_hash == "plain"
 
@@ -68,7 +72,37 @@ def test_without_template_pairs_are_written_plainly(load, plain_tokenizer):
 def test_without_template_instructions_get_an_empty_line(load, plain_tokenizer):
     samples = load([{"instruction": "Add.", "input": "2 2", "output": "4"}], tokenizer=plain_tokenizer)
     assert plain_tokenizer.decode(samples.tokens) == "Add.\n\n2 2\n\n4<|end|>"
+    (note,) = samples.report.notes
+    assert repr("Add.\n\n2 2\n\n4") in note
+    assert "data.chat_template: alpaca" in note
     assert learned(samples, plain_tokenizer) == ["4<|end|>"]
+
+
+def test_what_needs_no_word_about_a_missing_template_gets_none(load, tokenizer, plain_tokenizer):
+    """Rows that a template writes, pairs with white space of their own, and texts."""
+    instruction = {"instruction": "Add.", "output": "4"}
+    assert load([instruction], tokenizer=tokenizer).report.notes == ()
+    spaced = [PAIR, PAIR | {"completion": " four"}], [PAIR | {"prompt": "2+2?\n"}], [{"text": "two"}]
+    assert [load(rows, tokenizer=plain_tokenizer).report.notes for rows in spaced] == [(), (), ()]
+
+
+def test_preferences_without_template_are_told_their_text_once(tmp_path, tokenizer, plain_tokenizer):
+    rows = [{"prompt": f"{number}+1?", "chosen": "yes", "rejected": "no"} for number in range(3)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = [
+        load_samples(
+            "pairs.jsonl",
+            settings=DataSettings(train="pairs.jsonl"),
+            tokenizer=of_base,
+            adapter="law",
+            base_dir=tmp_path,
+            cache_dir=tmp_path / "cache",
+            objective=choose("dpo", {}),
+        ).report.notes
+        for of_base in (tokenizer, plain_tokenizer)
+    ]
+    assert [len(notes) for notes in told] == [0, 1]
+    assert "'0+1?yes'" in told[1][0]
 
 
 def test_without_template_conversations_cannot_be_written(load, plain_tokenizer):
