@@ -25,7 +25,7 @@ class StartFile:
 
     def __init__(self, folder: Path):
         self._file, self._began, self._ended = folder / START, round(time.time(), 3), False
-        self.record("starting")
+        self.record("getting ready")
 
     def record(self, phase: str) -> None:
         """Replaces the phase; does nothing after `remove`."""

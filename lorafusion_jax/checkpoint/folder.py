@@ -420,7 +420,8 @@ def no_run(path: Path, file: str) -> CheckpointError:
     """The error of a path that is no run folder, or not yet, because it has no such file."""
     if (start := read_start(path)) is not None:
         if held_by(path)["alive"] is False:
-            message, fix = f"{path} is a run that ended while it started.", "lorafusion train again, with a new --out"
+            message = f"{path} is a run that ended while it started: {start['phase']}."
+            fix = f"lorafusion train again, with --out {path} or another"
         else:
             message = f"{path} is a run that is still starting: {start['phase']}."
             fix = f"lorafusion status {path} --watch; Ctrl-C where it was started stops it"

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from lorafusion_jax.checkpoint.begun_folder import StartFile, begun_folder
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, first_few
 
 SHOWN = 4  # settings that a message names before it counts the rest
+
+
+@contextmanager
+def new_run_folder(folder: RunFolder, config: JobConfig) -> Iterator[StartFile]:
+    """Claims the folder of a new run; see `begun_folder`. Other commands see the run from here on.
+
+    Raises:
+        CheckpointError: `run.exists`, `run.no-plan`, `run.folder`, `run.in-use`.
+    """
+    must_hold_no_run(folder, config)
+    must_be_writable(folder.path)
+    with begun_folder(folder.path) as begun:
+        yield begun
 
 
 def must_hold_no_run(folder: RunFolder, config: JobConfig) -> None:

@@ -12,9 +12,9 @@ import jax
 from lorafusion_jax.checkpoint.base_files import base_digests
 from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
 from lorafusion_jax.checkpoint.base_weights import weight_problems
-from lorafusion_jax.checkpoint.begun_folder import begun_folder
+from lorafusion_jax.checkpoint.begun_folder import StartFile
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.new_run import SHOWN, must_be_writable, must_hold_no_run
+from lorafusion_jax.checkpoint.new_run import SHOWN, must_hold_no_run, new_run_folder
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, warm_start_digests
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
 from lorafusion_jax.config.auto import MESH
@@ -52,6 +52,7 @@ def train(
     plan: Plan | None = None,
     listeners: Sequence[Listener] = (),
     verify_base: bool = False,
+    begun: StartFile | None = None,
 ) -> RunResult:
     """Trains all adapters of a job into a new run folder.
 
@@ -61,20 +62,20 @@ def train(
         plan: plan to execute (None: plan the job here).
         listeners: called with every `RunEvent`.
         verify_base: record digests of every byte of the base model, even of a large one.
+        begun: of `new_run_folder`, if this process holds the folder already.
 
     Raises:
         LoraFusionError: bad data, a plan for other data, a model that does not load, no space.
         Interrupted: stopped by a signal. The state is saved.
     """
     folder = RunFolder.of(out)
-    with fail_together():
-        must_hold_no_run(folder, config)
-        if is_first():
-            must_be_writable(folder.path)
     with ExitStack() as start:
         with fail_together():
             if is_first():
-                listeners = (record_phases(start.enter_context(begun_folder(folder.path))), *listeners)
+                begun = begun or start.enter_context(new_run_folder(folder, config))
+                listeners = (record_phases(begun), *listeners)
+            else:
+                must_hold_no_run(folder, config)
         return _start(config, folder, plan, listeners, verify_base)
 
 

@@ -26,7 +26,7 @@ def shown(renderable):
 def test_a_run_exists_from_its_first_second(tmp_path):
     run = tmp_path / "runs" / "tuesday"
     with begun_folder(run) as start:
-        assert run_numbers(run)["phase"] == "starting"
+        assert run_numbers(run)["phase"] == "getting ready"
         start.record("compiling 1 of 2: stage 0")
         numbers = run_numbers(run)
         assert (numbers["state"], numbers["phase"], numbers["adapters"]) == (

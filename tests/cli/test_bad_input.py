@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.checkpoint import store
 from lorafusion_jax.checkpoint.begun_folder import START
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.generation.sources import find_source
 from lorafusion_jax.session import AdapterState
 
@@ -479,6 +480,44 @@ def test_a_run_that_is_starting_is_told_from_one_that_is_missing(lorafusion, tmp
         (tmp_path / "runs" / "sweep").mkdir()
         (tmp_path / "runs" / "sweep" / "plan.json").touch()
         assert "did you mean 'sweep'?" in lorafusion(*words.replace("RUN", "runs/sweeep").split()).err
+
+
+def test_a_run_is_found_before_jax_is_imported_and_what_stops_there_leaves_nothing(lorafusion, job, monkeypatch):
+    """The job is right; the folder of a wrong one is not made at all."""
+    run, seen = job.folder / "runs" / "try", {}
+
+    def look(**_):
+        seen["state"] = json.loads(lorafusion("status", run, "--json").out)["state"]
+        seen["cancel"] = lorafusion("cancel", run, "law").err
+        seen["again"] = lorafusion("train", job.path, "--out", run).errors
+        raise ConfigError("test.stop", "stopped here.")
+
+    monkeypatch.setattr("lorafusion_jax.cli.train.prepare_machine", look)
+    assert lorafusion("train", job.path, "--out", run).errors == ["test.stop"]
+    assert (seen["state"], seen["again"]) == ("starting", ["run.in-use"])
+    assert f"{run} is a run that is still starting: getting ready." in " ".join(seen["cancel"].split())
+    assert not run.parent.exists()
+
+    seen.clear()
+    assert lorafusion("train", job.path, "--out", run, "lora.rank=0").code == 2
+    assert (seen, run.parent.exists()) == ({}, False)
+
+
+def test_a_start_that_was_killed_blocks_no_new_one(lorafusion, job, monkeypatch):
+    run = job.folder / "killed"
+    run.mkdir()
+    (run / START).write_text(json.dumps({"phase": "getting ready", "phase_began": 1.0, "began": 1.0}))
+    (run / "run.lock").write_text(json.dumps({"process": 7, "host": os.uname().nodename}))
+    outcome = lorafusion("cancel", run, "law")
+    assert "is a run that ended while it started: getting ready." in outcome.err
+    assert f"--out {run} or another" in outcome.err
+
+    def reached(**_):
+        raise ConfigError("test.stop", "it would train.")
+
+    monkeypatch.setattr("lorafusion_jax.cli.train.prepare_machine", reached)
+    assert lorafusion("train", job.path, "--out", run).errors == ["test.stop"]
+    assert list(run.iterdir()) == []
 
 
 def test_best_is_the_step_with_the_best_held_out_result(lorafusion, finished, tmp_path):
