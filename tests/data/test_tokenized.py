@@ -92,7 +92,7 @@ def test_preferences_without_template_are_told_their_text_once(tmp_path, tokeniz
     told = [
         load_samples(
             "pairs.jsonl",
-            settings=DataSettings(train="pairs.jsonl"),
+            settings=DataSettings.model_validate({"train": "pairs.jsonl"}),
             tokenizer=of_base,
             adapter="law",
             base_dir=tmp_path,
@@ -243,7 +243,8 @@ rows = st.one_of(
 def test_masks_hold_what_they_promise(tmp_path, tokenizer, marked_tokenizer, batch, loss, max_length):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in batch))
-    options = {"settings": DataSettings(train="x", loss=loss, max_length=max_length), "adapter": "law"}
+    values = DataSettings.model_validate({"train": "x", "loss": loss, "max_length": max_length})
+    options = {"settings": values, "adapter": "law"}
     try:
         samples = load_samples(str(path), tokenizer=tokenizer, cache_dir=tmp_path / "cache", **options)
     except DataError as error:
