@@ -1,7 +1,7 @@
 """config.json of published models, written from their documented values, and what becomes of them: published.jsonl.
 
 A line has a name, and what the model's config.json has, beyond that of another model (`of`) where one is named;
-`refused` is the key that is not served.
+`refused` is the key that is not served. Who changes a line runs `tests/peers/saved_configs.py` again.
 """
 
 from __future__ import annotations
