@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -72,7 +73,13 @@ def follow(
 
 
 def show_result(console: Console, result: RunResult) -> None:
-    """Prints the table of finished adapters and the next command."""
+    """Prints the table of finished adapters and the next command; of a run that had finished before, one line."""
+    if result.had_finished:
+        counts = Counter(adapter.status for adapter in result.adapters.values())
+        ended = ", ".join(f"{exact(number)} {status}" for status, number in counts.items())
+        say(console, f"{result.folder} had already finished ({ended})  ·  {_where_adapters_are(result)}")
+        next_command(console, f"lorafusion status {result.folder}")
+        return
     table = plain_table(("adapter", "status"), ("steps", "last loss", "held-out before", "after"))
     rows = final_rows(result.folder)
     status = {name: adapter.status for name, adapter in result.adapters.items()}
@@ -111,12 +118,7 @@ def show_result(console: Console, result: RunResult) -> None:
         say(console, comparison)
     if references := reference_share(read_rows(result.folder / "events.jsonl"), result.seconds):
         say(console, references[1])
-    has_best = any(RunFolder(result.folder).best(name) for name in result.adapters)
-    say(
-        console,
-        f"{ran}  ·  PEFT folders: {result.folder}/adapters/NAME/latest"
-        + (", and NAME/best of the best held-out step" if has_best else ""),
-    )
+    say(console, f"{ran}  ·  {_where_adapters_are(result)}")
     winner = adapter_to_export(status, {name: adapter.step for name, adapter in result.adapters.items()}, ranking.best)
     next_command(
         console,
@@ -124,6 +126,12 @@ def show_result(console: Console, result: RunResult) -> None:
         if winner
         else f"lorafusion status {result.folder}",
     )
+
+
+def _where_adapters_are(result: RunResult) -> str:
+    has_best = any(RunFolder(result.folder).best(name) for name in result.adapters)
+    best = ", and NAME/best of the best held-out step" if has_best else ""
+    return f"PEFT folders: {result.folder}/adapters/NAME/latest{best}"
 
 
 def compare_with_prediction(folder: Path) -> str | None:

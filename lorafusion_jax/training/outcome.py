@@ -17,12 +17,14 @@ class RunResult:
 
     Attributes:
         seconds: time spent in slots, over all processes of the run.
+        had_finished: the run had finished before, and nothing was left to do.
     """
 
     folder: Path
     adapters: dict[str, AdapterProgress]
     seconds: float
     plan: Plan
+    had_finished: bool = False
 
     @property
     def exit_code(self) -> int:

@@ -164,8 +164,14 @@ def _complete_result(folder: RunFolder, plan: Plan, progress: Progress, listener
         if change.slot >= progress.slot:  # changes may be newer than the checkpoint
             apply(change, progress)
     progress.drop(stopped_otherwise(plan, changes))
-    result = RunResult(folder=folder.path, adapters=progress.adapters, seconds=progress.seconds, plan=plan)
-    last_kind = [row["kind"] for row in read_rows(folder.path / "events.jsonl")][-1:]
-    if last_kind != ["finished"]:  # it was killed between its last checkpoint and this event
+    had_finished = [row["kind"] for row in read_rows(folder.path / "events.jsonl")][-1:] == ["finished"]
+    result = RunResult(
+        folder=folder.path,
+        adapters=progress.adapters,
+        seconds=progress.seconds,
+        plan=plan,
+        had_finished=had_finished,
+    )
+    if not had_finished:  # it was killed between its last checkpoint and this event
         fan_out(local_listeners(listeners, lambda: Recorder(folder.path)))(result.event())
     return result

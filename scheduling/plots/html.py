@@ -99,13 +99,14 @@ def _ends(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
 
 
 def _table(timeline: Timeline, reference: Timeline | None) -> str:
+    paused_s = timeline.duration_s - timeline.working_s
     figures = [
         ("duration", f"{timeline.duration_s:.4g} s"),
         *([("of the first's duration", _ratio(timeline, reference))] if reference else []),
-        ("useful tokens/s, without pauses", f"{timeline.tokens_per_s:,.0f}"),
+        ("useful tokens/s without pauses", f"{timeline.tokens_per_s:,.0f}"),
         ("bubbles", f"{timeline.bubble_share:.1%}"),
         ("fill and drain", f"{timeline.fill_drain_s:.3g} s"),
-        *([("pauses", f"{timeline.duration_s - timeline.working_s:.3g} s")] if timeline.pauses else []),
+        *([("pauses between microbatches", f"{paused_s:.3g} s")] if paused_s > 0 else []),
     ]
     tiles = "".join(f"<div class=tile><b>{value}</b><span>{name}</span></div>" for name, value in figures)
     rows = "".join(f"<tr><td>{escape(name)}<td>{seconds:.4g} s" for name, seconds in timeline.finish_s.items())

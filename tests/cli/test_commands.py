@@ -385,6 +385,9 @@ def test_resume_on_another_mesh(lorafusion, finished, tmp_path):
     assert "fix: lorafusion extend RUN" in lorafusion("resume", run, "train.max_steps=99").err
     resumed = lorafusion("resume", run, "mesh.data=2", "train.remat=nothing")
     assert resumed.code == 0, resumed.err
+    line, following = resumed.out.split("\n", 1)
+    assert line.startswith(f"{run} had already finished (2 done)  ·  PEFT folders: {run}/adapters/NAME/latest")
+    assert following == f"next: lorafusion status {run}\n"
     assert weights(run) == weights(finished[1])
 
 
@@ -463,6 +466,9 @@ def test_an_adapter_that_got_worse_is_named(lorafusion, finished, tmp_path):
     worse = {"kind": "eval", "slot": 11, "adapter": "law", "step": 6, "eval_loss": 9.75, "eval_tokens": 4, "time": 0.0}
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(worse) + "\n")
+    events = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    assert '"finished"' in events.pop()
+    (run / "events.jsonl").write_text("".join(events))  # as if a kill came before its end was told
     for command in ("status", "resume"):
         outcome = lorafusion(command, run)
         assert outcome.code == 0, outcome.err

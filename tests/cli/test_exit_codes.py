@@ -74,6 +74,7 @@ def test_nothing_is_computed_for_adapters_that_have_all_failed(lorafusion, job):
     assert json.loads(lorafusion("status", run, "--json").out)["adapters"]["law"]["status"] == "failed"
     again = lorafusion("resume", run)
     assert (again.code, again.out.count("compil")) == (1, 0)
+    assert f"{run} had already finished (2 failed)" in again.out
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -178,7 +179,7 @@ def test_a_finished_run_has_nothing_left_to_do(whole, monkeypatch):
     out, result = whole
     files = snapshot(out)
     monkeypatch.setattr(Session, "open", None)
-    assert resume(out) == result
+    assert resume(out) == dataclasses.replace(result, had_finished=True)
     assert resume(out, ["mesh.stages=1"]).adapters == result.adapters
     assert snapshot(out) == files
     events = (out / "events.jsonl").read_text().splitlines(keepends=True)

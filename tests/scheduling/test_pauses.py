@@ -123,7 +123,9 @@ def test_drawings_show_pauses():
     predicted, measured = json.loads(re.search(r"const timelines = (.*);\n", page)[1])
     assert predicted["pauses"] == []
     assert [what for *_, what in measured["pauses"]] == ["evaluating <law>"]
-    assert page.count("<span>pauses</span>") == 1
+    assert page.count("<span>pauses between microbatches</span>") == 1
+    after = replace(PREDICTED, pauses=(Pause(PREDICTED.end_s, PREDICTED.end_s + LENGTH, "evaluating law"),))
+    assert "pauses between microbatches" not in timeline_html(after)  # 0 s would deny an evaluation at the end
     assert re.search(r"<b>(1\.0\d\d|0\.9\d\d)</b><span>of the first's duration", page)
     texts = [element.text for element in ElementTree.fromstring(timeline_svg(stopped())).iter()]
     assert "pause: evaluating <law>" in texts

@@ -139,7 +139,7 @@ def _tiles(numbers: Mapping[str, Any], speed: Mapping[str, Any], seconds: float 
     tiles = [("state", numbers["state"]), ("microbatches", f"{numbers['slot']} of {numbers['slots']}")]
     if speed:
         now_or_median = "now" if numbers["state"] == "running" else "median"
-        tiles.append((f"useful tokens/s, {now_or_median}", count(speed["useful_tokens_per_s"])))
+        tiles.append((f"useful tokens/s with pauses, {now_or_median}", count(speed["useful_tokens_per_s"])))
     if seconds is not None:
         tiles.append(("training", duration(seconds)))
     if numbers["eta_s"] is not None and numbers["state"] == "running":
