@@ -259,7 +259,7 @@ def test_metrics_of_a_run_are_the_documented_rows(finished):
     _, out = finished
     documented = {
         kind: {"kind", *re.findall(r"\"(\w+)\"", keys)}
-        for kind, keys in re.findall(r"\{\"kind\": \"(\w+)\", (.*?)\}", recorder.__doc__, re.DOTALL)
+        for kind, keys in re.findall(r"\{\"kind\": \"(\w+)\", (.*?)\}", recorder.__doc__ or "", re.DOTALL)
     }
     rows = read_rows(out / "metrics.jsonl")
     assert {row["kind"] for row in rows} == set(documented)

@@ -128,7 +128,9 @@ def snapshot(folder):
 
 
 def weights_of(folder):
-    return {name: read_adapter(RunFolder(folder).latest(name))[1] for name in ADAPTERS}
+    newest = {name: RunFolder(folder).latest(name) for name in ADAPTERS}
+    assert None not in newest.values()
+    return {name: read_adapter(step)[1] for name, step in newest.items() if step}
 
 
 def assert_same_run(actual_run, other):

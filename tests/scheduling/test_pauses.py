@@ -79,9 +79,11 @@ def test_an_evaluation_is_not_a_bubble():
 
 
 def test_a_stage_that_does_one_pass_between_pauses_has_no_steady_state():
-    spans = tuple(Span(kind, 0, slot, at, at + 1) for kind, slot, at in [("forward", 0, 0), ("backward", 0, 5)])
-    more = tuple(Span(kind, 0, slot, at, at + 1) for kind, slot, at in [("forward", 1, 9), ("backward", 1, 20)])
-    run = Timeline(spans=spans + more, num_stages=1, pauses=(Pause(1, 5), Pause(6, 9), Pause(10, 20)))
+    spans = (
+        *(Span("forward", 0, 0, 0, 1), Span("backward", 0, 0, 5, 6)),
+        *(Span("forward", 0, 1, 9, 10), Span("backward", 0, 1, 20, 21)),
+    )
+    run = Timeline(spans=spans, num_stages=1, pauses=(Pause(1, 5), Pause(6, 9), Pause(10, 20)))
     assert (run.steady_s, run.bubble_s) == ((0.0,), (0.0,))
     assert run.paused_s == (4.0 + 3.0 + 10.0,)
     assert run.working_s == 4.0
@@ -120,7 +122,8 @@ def test_drawings_show_pauses():
     tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert tracks[2, pause["tid"]] == "pauses"
     page = timeline_html(PREDICTED, compare=stopped())
-    predicted, measured = json.loads(re.search(r"const timelines = (.*);\n", page)[1])
+    (data,) = re.findall(r"const timelines = (.*);\n", page)
+    predicted, measured = json.loads(data)
     assert predicted["pauses"] == []
     assert [what for *_, what in measured["pauses"]] == ["evaluating <law>"]
     assert page.count("<span>pauses between microbatches</span>") == 1
