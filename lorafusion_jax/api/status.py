@@ -19,7 +19,7 @@ from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.console import most_telling, plain_table
 from lorafusion_jax.report.early_stops import EarlyStops, early_stops
-from lorafusion_jax.report.format import count, duration, exact, layout, omissions, waits
+from lorafusion_jax.report.format import count, duration, exact, layout, loss_text, omissions, waits
 from lorafusion_jax.report.ranking import Measure, Ranking, measures_of, rank
 from lorafusion_jax.report.summary import got_worse, rates, read_summary
 
@@ -172,7 +172,7 @@ def runs_screen(runs: list[dict]) -> Table:
             continue
         progress = f"{run['slot'] / run['slots']:.0%}" if run["slots"] else "–"
         trains = run["state"] == "running" and run["phase"] is None and run["eta_s"] is not None
-        best = ", ".join(f"{name} {run['adapters'][name]['value']:.4f}" for name in run["best"])
+        best = ", ".join(f"{name} {loss_text(run['adapters'][name]['value'])}" for name in run["best"])
         table.add_row(
             Path(run["run"]).name,
             state,
@@ -235,9 +235,7 @@ def status_screen(numbers: dict) -> Group:
         return Group(head)
     rows, omission = most_telling(numbers["adapters"], lambda row: (bool(row["reason"]), row["status"] == "running"))
     for name, row in rows.items():
-        losses = [
-            "–" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "held_out_before", "held_out_after")
-        ]
+        losses = [loss_text(row[key]) for key in ("loss", "held_out_before", "held_out_after")]
         has_eta = row["status"] == "running" and row["eta_s"] is not None and not starting
         eta = f"{duration(row['eta_s'])}" if has_eta else "–"
         # What has not ended is as the run is: nobody trains in one that was interrupted.

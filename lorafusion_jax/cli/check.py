@@ -14,7 +14,7 @@ from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, ty
 from lorafusion_jax.errors import LoraFusionError, unique
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import most_telling, out, plain_table, say, warn
-from lorafusion_jax.report.format import count, exact
+from lorafusion_jax.report.format import count, exact, loss_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,7 +122,7 @@ def _show_base_losses(console: Console, config: JobConfig, losses: Mapping[str, 
             count(loss.tokens),
             "–" if before is None else f"{before:.4g}",
             "–" if quantize == NONE else f"{after:.4g}",
-            f"{loss.after:.4f}" if loss.before is None else f"{loss.before:.4f} → {loss.after:.4f}",
+            " → ".join(loss_text(value) for value in (loss.before, loss.after) if value is not None),
         )
     console.print(table)
     if not all(loss.held_out for loss in losses.values()):

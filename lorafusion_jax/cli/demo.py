@@ -11,7 +11,7 @@ from lorafusion_jax.cli.common import next_command
 from lorafusion_jax.examples import IN_WHEEL, examples_directory
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, plain_table, say
-from lorafusion_jax.report.format import count, duration, percent
+from lorafusion_jax.report.format import count, duration, loss_text, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +86,7 @@ def _table(console: Console, config, result, checks) -> None:
             f"{adapter.global_samples}",
             f"{adapter.epochs}",
             f"{result.adapters[adapter.name].step}",
-            f"{row['before']:.3f} → [green]{row['after']:.3f}[/green]",
+            f"{loss_text(row['before'], 3)} → [green]{loss_text(row['after'], 3)}[/green]",
             note,
         )
     console.print()

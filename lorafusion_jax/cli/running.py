@@ -17,7 +17,7 @@ from lorafusion_jax.readable import PLAN, read_text
 from lorafusion_jax.report.console import errors_to, plain_table, say
 from lorafusion_jax.report.early_stops import early_stops
 from lorafusion_jax.report.events import Listener
-from lorafusion_jax.report.format import duration, exact
+from lorafusion_jax.report.format import duration, exact, loss_text
 from lorafusion_jax.report.measured import reference_share
 from lorafusion_jax.report.ranking import adapter_to_export, measures_of, rank
 from lorafusion_jax.report.summary import final_rows, got_worse, throughput
@@ -93,9 +93,9 @@ def show_result(console: Console, result: RunResult) -> None:
             name,
             f"[{COLOURS[adapter.status]}]{adapter.status}[/]",
             f"{exact(adapter.step)}/{exact(adapter.num_steps)}",
-            _loss(row.get("loss")),
-            _loss(row.get("before")),
-            _loss(row.get("after")),
+            loss_text(row.get("loss")),
+            loss_text(row.get("before")),
+            loss_text(row.get("after")),
         )
     console.print()
     console.print(table)
@@ -166,7 +166,3 @@ def read_plan(path: Path) -> Plan:
         ) from None
     except (OSError, ValueError) as problem:
         raise CheckpointError("plan.damaged", f"{path} is not a plan.", why=str(problem)) from None
-
-
-def _loss(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"

@@ -225,9 +225,24 @@ def _no_group(rows: Rows, size: int, count: int, adapter: str) -> DataError:
 
 
 def _bad_rows(rows: Rows, bad: list[tuple[int, str]], adapter: str, chosen: Chosen) -> DataError:
+    lacking = sum(why.startswith(("it has no ", "it has neither ")) for _, why in bad)
     return rows.refuse(
         "data.bad-row",
         f"{adapter}: {len(bad)} of {len(rows.values)} rows cannot be used with objective {chosen.name}.",
         bad,
-        fix="repair these rows or take them out",
+        fix=_fix_of_all(rows, chosen) if lacking == len(rows.values) else "repair these rows or take them out",
     )
+
+
+def _fix_of_all(rows: Rows, chosen: Chosen) -> str:
+    """What to do about a file whose rows all lack what an objective reads: it was made for something else."""
+    objective = chosen.objective
+    columns = ", ".join((*objective.columns, *objective.optional_columns))
+    others = (
+        f"rows with columns that {chosen.name} reads ({columns}), or data.columns: {{NAME: COLUMN}} for other names"
+    )
+    if not objective.advantages:
+        return others
+    reward = "exact" if all("answer" in row for row in rows.values) else "FILE.py:FUNCTION"
+    sampled = f"rollout: {{prompts: {rows.source}, reward: {reward}}} instead of data.train"
+    return f"{sampled}: the adapter samples answers and learns from their rewards; or {others}"

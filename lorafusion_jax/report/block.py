@@ -11,7 +11,7 @@ import numpy as np
 from rich.text import Text
 
 from lorafusion_jax.report.events import SlotDone
-from lorafusion_jax.report.format import count, duration, exact, omissions, percent, rate, waits
+from lorafusion_jax.report.format import count, duration, exact, loss_text, omissions, percent, rate, waits
 
 COLUMNS = ("steps", "share", "loss", "metrics", "gnorm", "lr", "held-out", "speed", "eta")
 DROPPED_FIRST = ("gnorm", "lr", "share", "metrics", "held-out", "speed")  # where the terminal is too narrow for all
@@ -110,7 +110,8 @@ def summary_lines(rows: Mapping[str, Row], width: int) -> list[Text]:
     if losses:
         low, median, high = np.quantile([*losses.values()], (0.1, 0.5, 0.9))
         worst = max(losses, key=lambda name: losses[name])
-        parts += [f"loss {median:.3f} ({low:.3f} to {high:.3f})", f"highest {losses[worst]:.3f} {worst}"]
+        parts += [f"loss {loss_text(median, 3)} ({loss_text(low, 3)} to {loss_text(high, 3)})"]
+        parts += [f"highest {loss_text(losses[worst], 3)} {worst}"]
     first = {name: failures[name] for name in [*failures][:MOST_FAILURES]}
     return [Text("  ·  ".join(parts), no_wrap=True, overflow="ellipsis"), *adapter_lines(first, None, width)]
 
@@ -122,7 +123,7 @@ def plain_state(rows: Mapping[str, Row]) -> str:
     num_done = sum(row.done for row in rows.values())
     num_failed = sum(bool(row.failure) for row in rows.values())
     losses = [row.loss for row in rows.values() if row.loss is not None and not row.failure]
-    mean = f", mean loss {sum(losses) / len(losses):.3f}" if losses else ""
+    mean = f", mean loss {loss_text(sum(losses) / len(losses), 3)}" if losses else ""
     return f"{len(rows)} adapters: {num_done} done, {num_failed} failed{mean}"
 
 
@@ -139,8 +140,8 @@ def _plain(row: Row) -> str:
 def _result(row: Row) -> str:
     """What a step says of an adapter: its reward, whose loss is near 0 at every step, or else its loss."""
     if (reward := row.metrics.get("reward")) is not None:
-        return f"reward {reward:.3f}"
-    return "" if row.loss is None else f"loss {row.loss:.3f}"
+        return f"reward {loss_text(reward, 3)}"
+    return "" if row.loss is None else f"loss {loss_text(row.loss, 3)}"
 
 
 def _cells(name: str, row: Row, speed: SlotDone | None) -> dict[str, str]:
@@ -150,10 +151,10 @@ def _cells(name: str, row: Row, speed: SlotDone | None) -> dict[str, str]:
         "steps": f"{exact(row.step)}/{exact(row.num_steps)}",
         "share": f"{100 * row.step / max(row.num_steps, 1):.0f} %",
         "loss": _result(row),
-        "metrics": "  ".join(f"{key} {value:.3g}" for key, value in row.metrics.items()),
+        "metrics": "  ".join(f"{key} {value:z.3g}" for key, value in row.metrics.items()),
         "gnorm": "" if row.grad_norm is None else f"gnorm {row.grad_norm:.2f}",
         "lr": "" if row.lr is None else f"lr {rate(row.lr)}",
-        "held-out": "" if row.eval_loss is None else f"held-out {row.eval_loss:.3f}",
+        "held-out": "" if row.eval_loss is None else f"held-out {loss_text(row.eval_loss, 3)}",
         "speed": "" if tokens is None or row.done or row.stopped else f"{count(tokens)} tok/s",
         "eta": "done" if row.done else row.stopped if row.stopped else "" if eta is None else f"eta {duration(eta)}",
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.report.format import loss_text
 
 MOST_ROWS = 12
 BARS = "▁▂▃▄▅▆▇█"
@@ -33,7 +34,7 @@ def results(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     lines = ["", "## Results", "", "| step | training loss | held-out loss |", "|---|---|---|"]
     steps = _spread(sorted(held_out)) if len(held_out) > 1 else _spread(sorted({*train, *held_out}))
-    lines += [f"| {step} | {_number(train.get(step))} | {_number(held_out.get(step))} |" for step in steps]
+    lines += [f"| {step} | {loss_text(train.get(step))} | {loss_text(held_out.get(step))} |" for step in steps]
     lines += ["", f"Training loss of steps {min(train)} to {max(train)}: `{curve([train[s] for s in sorted(train)])}`"]
     return "\n".join(lines) + "\n"
 
@@ -57,7 +58,3 @@ def _spread(steps: list[int]) -> list[int]:
     if len(steps) <= MOST_ROWS:
         return steps
     return [steps[round(index * (len(steps) - 1) / (MOST_ROWS - 1))] for index in range(MOST_ROWS)]
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"

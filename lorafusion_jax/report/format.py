@@ -74,6 +74,15 @@ def rate(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if value else "0"
 
 
+def loss_text(value: float | None, digits: int = 4) -> str:
+    """Formats a loss, a reward or another result. What rounds to zero has no sign.
+
+    >>> loss_text(3.17672), loss_text(-0.00004), loss_text(-0.25, 3), loss_text(None)
+    ('3.1767', '0.0000', '-0.250', '–')
+    """
+    return "–" if value is None else f"{value:z.{digits}f}"
+
+
 def layout(mesh: Mapping[str, int], layers: Sequence[int | float], remat: str) -> str:
     """Describes the mesh and the remat policy; empty for one device that saves everything.
 

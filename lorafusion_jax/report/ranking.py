@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from lorafusion_jax.report.format import loss_text
+
 OUT_OF_RACE = ("failed", "cancelled")
 HELD_OUT_LOSS = "eval_loss"
 
@@ -117,8 +119,8 @@ def _best_line(values: Mapping[str, float], measure: Measure) -> str:
     (best, value), (second, next_value), *_ = values.items()
     extreme, side = ("highest", "above") if measure.rises else ("lowest", "below")
     return (
-        f"best: {best}, {measure.label} {value:.4f}, the {extreme} of {len(values)} on the same data, "
-        f"{abs(next_value - value):.4f} {side} {second}"
+        f"best: {best}, {measure.label} {loss_text(value)}, the {extreme} of {len(values)} on the same data, "
+        f"{loss_text(abs(next_value - value))} {side} {second}"
     )
 
 

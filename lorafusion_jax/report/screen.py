@@ -39,7 +39,7 @@ from lorafusion_jax.report.events import (
     StateSaved,
     StepTaken,
 )
-from lorafusion_jax.report.format import count, duration, exact, layout, percent, sizes
+from lorafusion_jax.report.format import count, duration, exact, layout, loss_text, percent, sizes
 from lorafusion_jax.signals import shown_by
 
 LINE_EVERY_S = 10.0
@@ -257,8 +257,8 @@ class Screen:
     def _on_eval(self, event: AdapterEvaluated) -> None:
         self._phase = ""
         self._row(event).eval_loss = event.eval_loss
-        metrics = "".join(f"  {name.removeprefix('eval_')} {value:.4g}" for name, value in event.metrics.items())
-        self._line(f"{event.adapter}  step {event.step}  held-out loss {event.eval_loss:.4f}{metrics}")
+        metrics = "".join(f"  {name.removeprefix('eval_')} {value:z.4g}" for name, value in event.metrics.items())
+        self._line(f"{event.adapter}  step {event.step}  held-out loss {loss_text(event.eval_loss)}{metrics}")
 
     def _on_failed(self, event: AdapterFailed) -> None:
         self._row(event).failure = _failure(event.reason, event.kept_step)

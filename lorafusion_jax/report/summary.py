@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.log_file import LONGEST_LINE, open_log, parse_row, read_rows
+from lorafusion_jax.report.format import loss_text
 
 SLOT_ROWS = 1000  # newest rows for the rates: about half an hour
 SPARE = 3  # newest steps of an adapter, in case the last row is damaged
@@ -94,7 +95,7 @@ def got_worse(name: str, before: float | None, after: float | None) -> str | Non
     """
     if before is None or after is None or not after > before:
         return None
-    risen = f"held-out loss rose from {before:.4f} to {after:.4f} in training"
+    risen = f"held-out loss rose from {loss_text(before)} to {loss_text(after)} in training"
     return f"{name}: {risen}; a smaller optim.lr or fewer steps may help"
 
 

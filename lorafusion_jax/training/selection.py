@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from lorafusion_jax.config.schema import EarlyStopSettings
+from lorafusion_jax.report.format import loss_text
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import AdapterProgress, Progress
 
@@ -109,4 +110,4 @@ def _lost_patience(adapter: AdapterProgress, settings: EarlyStopSettings, step: 
 
 
 def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+    return "not finite" if value is None else loss_text(value)

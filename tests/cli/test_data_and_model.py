@@ -216,3 +216,22 @@ def test_prompts_without_a_reward_are_no_rows_of_answers(lorafusion, tmp_path, t
     outcome = lorafusion("check", tmp_path / "jobs.yaml")
     assert outcome.code == 2
     assert re.findall(r"error\[(.*?)\]", outcome.err) == ["config.rollout"]
+
+
+def test_rows_of_something_else_are_told_what_an_objective_reads_and_the_fix_helps(lorafusion, tmp_path, tiny_base):
+    write_rows_to(tmp_path / "sums.jsonl", [{"prompt": f"cat {n}", "answer": "dog"} for n in range(20)])
+    adapter = {"name": "law", "objective": "grpo", "data": {"train": "sums.jsonl"}}
+    job = {"base": {"model": str(tiny_base)}, "data": {"max_length": 256}, "batch": {"capacity_tokens": 8192}}
+    path = tmp_path / "jobs.yaml"
+
+    def check(**changes):
+        path.write_text(yaml.safe_dump({**job, "adapters": [adapter | changes]}))
+        return lorafusion("check", path)
+
+    fix = check().err.partition("fix: ")[2]
+    section = re.match(r"rollout: (\{.*?\}) instead of data\.train", fix)
+    assert section, fix
+    assert check(data={}, rollout=yaml.safe_load(section[1])).code == 0
+    assert "advantage" in fix.partition("; or rows with columns that grpo reads (")[2]
+    labels = check(objective="kto").err.partition("fix: ")[2]
+    assert labels.startswith("rows with columns that kto reads (prompt, completion, label, chosen")

@@ -203,7 +203,7 @@ def _crowd(adapters: Sequence[dict[str, Any]], best: Sequence[str] = ()) -> dict
         if values := [adapter[key] for adapter in adapters if adapter[key] is not None]:
             least, low, median, high, greatest = np.quantile(values, (0, 0.1, 0.5, 0.9, 1))
             lines.append(
-                f"{name}: median {median:.4g}, 10 % {low:.4g}, 90 % {high:.4g}, from {least:.4g} to {greatest:.4g}"
+                f"{name}: median {median:z.4g}, 10 % {low:z.4g}, 90 % {high:z.4g}, from {least:z.4g} to {greatest:z.4g}"
             )
     return {"lines": lines, "shown": list(dict.fromkeys([*best, *(adapter["label"] for adapter in worst)]))}
 

@@ -15,6 +15,7 @@ import typer
 
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.report.console import out, plain_table
+from lorafusion_jax.report.format import loss_text
 from lorafusion_jax.serve.client import Client, ServiceError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def list_jobs(
         return
     table = plain_table(("job", "name", "owner", "state"), ("step", "loss", "weight"))
     for row in rows:
-        loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
+        loss = loss_text(row["loss"], 3)
         step = f"{row['step']}/{row['steps'] or '?'}"
         table.add_row(row["id"], row["name"], row["owner"], row["state"], step, loss, f"{row['weight']:g}")
     out().print(table)
@@ -100,9 +101,9 @@ def watch(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
         handle.show()  # refused at once, where there is no such job or service
         for event in handle.events():
             if event["kind"] == "step":
-                console.print(f"step {event['step']}  loss {event['loss']:.4f}", highlight=False)
+                console.print(f"step {event['step']}  loss {loss_text(event['loss'])}", highlight=False)
             elif event["kind"] == "eval":
-                console.print(f"step {event['step']}  held-out loss {event['eval_loss']:.4f}", highlight=False)
+                console.print(f"step {event['step']}  held-out loss {loss_text(event['eval_loss'])}", highlight=False)
             elif event["kind"] == "state":
                 console.print(
                     f"{event['after']}{': ' + event['why'] if event['why'] else ''}", highlight=False, markup=False

@@ -32,7 +32,7 @@ function el(name, attributes = {}, ...children) {
   return made;
 }
 
-const number = (value, digits = 3) => (value === null || value === undefined ? "–" : value.toFixed(digits));
+const number = (value, digits = 3) => (value === null || value === undefined ? "–" : value.toFixed(digits).replace(/^-(0\.0*)$/, "$1"));
 const moment = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString() : "–");
 const state = (name) => el("span", {class: `state ${name}`}, name);
 
