@@ -5,10 +5,9 @@
 Qwen3-8B's shape as in `benchmarks.generate`, 16 adapters of rank 16, 64 and 256 rows with 512 positions each. No prompt
 is read: passes run over a cache of zeros, which costs the same. The ways take turns within one process, three times
 each; `over_separate` is the separate products' time over that of a row. Ways: `joined`: all products of an input in two
-launches, as decoding does with 64 rows in bfloat16; `joined 8-bit`: in three, with fp8; `unmerged`: XLA merges no
-products of one input, of which it makes one slower kernel for queries, keys and values. `gaps`: log p of sampled tokens
-beside that of the same tokens as a prompt, which training's kernels read. Rows are also written to
-DIR/decode_products.jsonl.
+launches, with fp8 in three, as decoding does with 64 rows; `unmerged`: XLA merges no products of one input, of which it
+makes one slower kernel for queries, keys and values. `gaps`: log p of sampled tokens beside that of the same tokens as
+a prompt, which training's kernels read. Rows are also written to DIR/decode_products.jsonl.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ PARTS = ("passes", "gaps")
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # backend, options of the compiler
     "separate": (row_adapters.SEPARATE, {}),
     "joined": (row_adapters.NAME, {}),
-    "joined 8-bit": (row_adapters.JOINED_8BIT, {}),
     "unmerged": (row_adapters.SEPARATE, {"xla_gpu_dot_merger_threshold_mb": 0}),
 }
 GAPS = ("joined", "separate")
@@ -86,10 +84,7 @@ def _rows(small: bool, parts: Any) -> Iterator[dict[str, Any]]:
             stages[base] = random_stage(config, adapters, jnp.bfloat16, NONE if base == "bf16" else base)
             programs[base] = {way: GenerationPrograms(stages[base], options) for way, (_, options) in WAYS.items()}
         if "passes" in parts:
-            others = {(few, "bf16"): ["joined"], (many, "bf16"): ["unmerged"]}.get(
-                (rows, base), ["joined 8-bit", "unmerged"]
-            )
-            ways = ["separate", *others]
+            ways = ["separate", "joined" if rows == few else "unmerged"]
             timed = _pass_rows(stages[base], {way: programs[base][way] for way in ways}, base, rows, filled, bandwidth)
             yield from guarded(f"{base}, {rows} rows", timed)
         if "gaps" in parts and (rows, base) == (many, "bf16"):

@@ -97,7 +97,7 @@ def write_inputs(folder: Path, base: Path, small: bool, many: int, places: int, 
     for name, rows in [
         *((f"user-{n}", row) for n, row in enumerate(lengths)),
         *((f"few-{n}", row) for n, row in enumerate(few)),
-        *((f"tile-{n}", [tile - 8] * BATCH * 2) for n in range(places)),
+        *((f"tile-{n}", [tile - 8] * max(BATCH * 2, capacity // tile // 8)) for n in range(places)),
     ]:
         path = folder / f"{name}.jsonl"
         data = [{"input_ids": draw.integers(300, 3000, length).tolist()} for length in rows]

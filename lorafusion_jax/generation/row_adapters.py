@@ -20,34 +20,29 @@ from pallas_kernels.frozen_weight import frozen_product
 from pallas_kernels.problem import Operands, Static
 
 NAME, SEPARATE = "_row_adapters", "_separate_row_adapters"  # the second to compare with
-JOINED_8BIT = "_joined_8bit_row_adapters"  # has not been measured
+JOINED_ROWS = 64  # more take longer in bfloat16; with fp8 they were not measured
 
 
 class RowAdapters:
     """See the module; only forward.
 
     Args:
-        joined: all products of an input take two launches, where kernels serve them.
-        joined_8bit: so do products with weights of 8-bit floats.
+        joined: all products of `JOINED_ROWS` rows take two launches, or three with weights of 8-bit floats.
     """
 
-    def __init__(self, *, joined: bool, joined_8bit: bool = False):
-        self._joined, self._joined_8bit = joined, joined_8bit
+    def __init__(self, *, joined: bool):
+        self._joined = joined
 
     def unsupported_reason(self, static: Static, ops: Operands) -> str | None:
         return None if static.tile == 1 and ops.dropout is None else "it wants an adapter for every row, and no dropout"
 
     def forward(self, static: Static, ops: Operands) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], None]:
-        if self._joined and target_platform() in ("gpu", "cuda"):
-            from pallas_kernels.linear.triton import row_products  # loads Pallas
+        if self._joined and len(ops.x) == JOINED_ROWS and target_platform() in ("gpu", "cuda"):
+            from pallas_kernels.linear.triton import row_products, row_products_8bit  # load Pallas
 
-            if row_products.row_products_unsupported_reason(ops) is None:
-                return row_products.row_products(static, ops), (), None
-        if self._joined_8bit and target_platform() in ("gpu", "cuda"):
-            from pallas_kernels.linear.triton import row_products_8bit as of_8bit  # loads Pallas
-
-            if of_8bit.row_products_unsupported_reason(ops) is None:
-                return of_8bit.row_products(static, ops), (), None
+            for kernels in (row_products, row_products_8bit):
+                if kernels.row_products_unsupported_reason(ops) is None:
+                    return kernels.row_products(static, ops), (), None
         mine_TA1 = (ops.tile_adapter[:, None] == jnp.arange(static.num_adapters))[:, :, None]
         downs = dict(zip(ops.with_lora, _down(ops), strict=True))
         return tuple(self._product(static, ops, i, downs.get(i), mine_TA1) for i in range(len(ops.ws))), (), None
@@ -97,5 +92,4 @@ def _precision(dtype: Any) -> str | None:
 
 
 backend.register(NAME, RowAdapters(joined=True))
-backend.register(JOINED_8BIT, RowAdapters(joined=True, joined_8bit=True))
 backend.register(SEPARATE, RowAdapters(joined=False))

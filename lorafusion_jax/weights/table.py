@@ -197,7 +197,7 @@ def _fp8_of_experts(experts: int) -> StoredKind:
             "scales": ArraySpec(shape=(experts, out_features), dtype="float32"),
         }
 
-    # Products of experts take as long as in bfloat16 (H200, benchmarks/results/experts_h200_2026-11-29).
+    # Products of experts take as long as in bfloat16 (H200, benchmarks/results/experts_h200_2026-11-30).
     return StoredKind(
         arrays=arrays,
         quantise=partial(fp8.quantise_experts, experts=experts),
