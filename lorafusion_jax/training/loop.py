@@ -148,7 +148,7 @@ class PlanRun:
                 self._progress.slot = todo[0].slot if todo else self._job.plan.num_slots
                 stopped = any_process(self._stop.is_set())
                 todo = self._update_plan(todo, revise=not stopped)
-                if todo and not stopped:
+                if todo and not stopped and self._save_due():
                     self._save_state()
             self._emit(self._progress_event(self._progress.slot))
             self._save_state(wait=True)
@@ -306,16 +306,27 @@ class PlanRun:
             return True
         if any(adapter.stop_pending for adapter in self._progress.adapters.values()):
             return True
-        save = self._job.config.save
-        if save.every_steps is not None and self._session.steps.num_issued - self._steps_saved >= save.every_steps:
+        if self._steps_to_save():
             return True
-        is_asked = self._stop.is_set() or self._hooks.wants_revision()
-        if (minutes := save.every_minutes) is not None:
-            minutes = minutes if self._saves else min(minutes, FIRST_SAVE_MINUTES)
-            is_asked |= time.monotonic() - self._saved_at > 60 * minutes
+        is_asked = self._stop.is_set() or self._hooks.wants_revision() or self._time_to_save()
         if self._is_alone:
             return is_asked
         return any_process(is_asked) if slot % ASK_EVERY == 0 else False
+
+    def _save_due(self) -> bool:
+        """Whether a pause saves. A new plan alone does not: from an earlier checkpoint it comes to the same slots."""
+        return self._steps_to_save() or any_process(self._time_to_save())
+
+    def _steps_to_save(self) -> bool:
+        every = self._job.config.save.every_steps
+        return every is not None and self._session.steps.num_issued - self._steps_saved >= every
+
+    def _time_to_save(self) -> bool:
+        minutes = self._job.config.save.every_minutes
+        if minutes is None:
+            return False
+        minutes = minutes if self._saves else min(minutes, FIRST_SAVE_MINUTES)
+        return time.monotonic() - self._saved_at > 60 * minutes
 
     def _save_state(self, *, wait: bool = False) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds

@@ -11,6 +11,7 @@ from small_jobs import exported, largest_difference
 
 from lorafusion_jax import open_run
 from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.saved_states import slots_of
 from lorafusion_jax.cli.running import show_result
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import prepare
@@ -137,21 +138,29 @@ def test_screens_say_who_ended_early_and_what_it_spared(stopped, capsys):
     assert f"early stops spared {spared}" in str(open_run(stopped.folder))
 
 
-@pytest.mark.parametrize("cut", ["after the evaluation", "between the stops"])
-def test_a_resumed_run_stops_the_same_adapters_at_the_same_slots(stopping, stopped, folder, cut, saves_wait, request):
-    run = folder / f"cut {cut}"
-    end = {"after the evaluation": ("eval", "lazy", 3), "between the stops": ("step", "best", 5)}[cut]
-    config = stopping.model_copy(update={"save": stopping.save.model_copy(update={"every_steps": 1})})
+@pytest.mark.parametrize(
+    ("cut", "saved_every"),
+    [(("eval", "lazy", 3), 1), (("step", "best", 5), 1), (("step", "best", 8), None)],
+    ids=["after the evaluation", "between the stops", "after the stops, with nothing saved"],
+)
+def test_a_resumed_run_stops_the_same_adapters_at_the_same_slots(
+    stopping, stopped, folder, cut, saved_every, saves_wait, request
+):
+    run = folder / f"cut {request.node.callspec.id}"
+    kind, name, at = cut
+    save = {"every_steps": saved_every, "every_minutes": None}
+    config = stopping.model_copy(update={"save": stopping.save.model_copy(update=save)})
 
     class Cut(Exception):
         pass
 
     def listen(event):
-        if event.kind == end[0] and (event.adapter, event.step) == end[1:]:
+        if event.kind == kind and (event.adapter, event.step) == (name, at):
             raise Cut
 
     with pytest.raises(Cut):
         train(config, run, listeners=[listen])
+    assert bool(slots_of(RunFolder(run).state)) == (saved_every is not None)  # a stop alone saves nothing
     again = resume(run)
     assert {name: (a.step, a.reason) for name, a in again.adapters.items()} == {
         name: (a.step, a.reason) for name, a in stopped.adapters.items()
