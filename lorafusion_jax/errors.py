@@ -157,6 +157,19 @@ def did_you_mean(name: str, names: Iterable[str], *, most: int = 1, cutoff: floa
     return f"did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
 
 
+def did_you_mean_path(typed: Path, names: Iterable[str], *, are_files: bool = False) -> str:
+    """Asks for the file or folder beside a missing one whose name is most similar, as it is typed; empty if none is.
+
+    >>> did_you_mean_path(Path("runs/sweeep"), ["sweep", "demo"])
+    "did you mean 'runs/sweep'?"
+    >>> did_you_mean_path(Path("law.yaml"), ["med.yaml"], are_files=True)  # the same ending makes no names similar
+    ''
+    """
+    by_name = {Path(name).stem if are_files else name: name for name in names}
+    near = difflib.get_close_matches(typed.stem if are_files else typed.name, by_name, n=1)
+    return f"did you mean '{typed.with_name(by_name[near[0]])}'?" if near else ""
+
+
 def _rebuild(kind, code, what, where, why, fix):
     return kind(code, what, where=where, why=why, fix=fix)
 

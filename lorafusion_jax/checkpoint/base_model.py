@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import commit_of
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import CheckpointError, did_you_mean, install_line
+from lorafusion_jax.errors import CheckpointError, did_you_mean_path, install_line
 from lorafusion_jax.families.hf_config import shortened
 
 ALLOWED = ["*.json", "*.safetensors", "*.jinja"]  # files of a hub model
@@ -39,18 +39,18 @@ def find_base(
     raise CheckpointError(
         "model.missing",
         f"there is no model directory {shortened(name)}.",
-        where=str(directory.absolute()),
-        fix=_similar_folder(direct) or fix,
+        where=str(direct.absolute()),
+        fix=_similar_folder(direct, name) or fix,
     )
 
 
-def _similar_folder(direct: Path) -> str:
+def _similar_folder(direct: Path, typed: str) -> str:
     """Names the folder that was probably meant; "" where there is none."""
     try:
         names = sorted(path.name for path in direct.parent.iterdir() if path.is_dir())
     except (OSError, ValueError):
         return ""
-    return did_you_mean(direct.name, names)
+    return did_you_mean_path(Path(typed), names)
 
 
 def base_identity(config: JobConfig) -> tuple[str, str | None]:

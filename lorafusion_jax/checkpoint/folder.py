@@ -35,7 +35,7 @@ from lorafusion_jax.config.resolved import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.digests import Damage, find_damage, has_digests
-from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, did_you_mean, first_few, raise_all
+from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, did_you_mean_path, first_few, raise_all
 from lorafusion_jax.files import PART, remove_folder, replace_text, sync
 from lorafusion_jax.new_folder import remove_leftovers
 from lorafusion_jax.readable import PLAN as MOST_PLAN
@@ -432,9 +432,9 @@ def no_run(path: Path, file: str) -> CheckpointError:
             message, fix = f"{path} is not a run folder, but holds runs.", f"one of {first_few(runs, MOST_RUNS)}"
             return CheckpointError("run.missing", message, fix=fix)
         runs = _runs_in(path.absolute().parent)
-        fix = did_you_mean(path.name, runs)
+        fix = did_you_mean_path(path, runs)
         if runs and not path.exists():
-            fix = fix or f"one of {first_few(runs, MOST_RUNS)}"
+            fix = fix or f"one of {first_few([str(path.with_name(run)) for run in runs], MOST_RUNS)}"
         if fix:
             return CheckpointError("run.missing", f"{path} is not a run folder.", where=str(path.parent), fix=fix)
     why = f"it has no {file}" if path.is_dir() else "it is a file" if path.exists() else "there is no such folder"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lorafusion_jax.checkpoint.begun_folder import StartFile, begun_folder
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.values import as_in_file
 from lorafusion_jax.errors import CheckpointError, first_few
 
 SHOWN = 4  # settings that a message names before it counts the rest
@@ -84,7 +85,7 @@ class Difference(NamedTuple):
     now: object
 
     def __str__(self) -> str:
-        return f"{self.key} was {self.was} and is {self.now}"
+        return f"{self.key} was {as_in_file(self.was)} and is {as_in_file(self.now)}"
 
 
 def differences(before: JobConfig, now: JobConfig) -> Iterator[Difference]:

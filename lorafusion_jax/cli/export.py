@@ -62,7 +62,15 @@ def command(
     folder = RunFolder(run)
     config = folder.read_config()
     names = [entry.name for entry in config.adapters]
-    _check_options(adapter, to, all_adapters=all_adapters, merge=merge, dtype=dtype, push=push)
+    _check_options(
+        f"lorafusion export {run} {adapter or names[0]}",
+        adapter,
+        to,
+        all_adapters=all_adapters,
+        merge=merge,
+        dtype=dtype,
+        push=push,
+    )
     assert to is not None
     if push is not None:
         hub()
@@ -216,15 +224,18 @@ class Export:
 
 
 def _check_options(
-    adapter: str | None, to: Path | None, *, all_adapters: bool, merge: bool, dtype: str | None, push: str | None
+    command: str,
+    adapter: str | None,
+    to: Path | None,
+    *,
+    all_adapters: bool,
+    merge: bool,
+    dtype: str | None,
+    push: str | None,
 ) -> None:
     checks = (
-        (to is not None, "--to is missing.", "--to FOLDER, new or empty"),
-        (
-            (adapter is None) == all_adapters,
-            "name one adapter, or give --all.",
-            "lorafusion export RUN ADAPTER --to FOLDER",
-        ),
+        (to is not None, "--to is missing.", f"{command} --to out/NAME, a folder that is new or empty"),
+        ((adapter is None) == all_adapters, "name one adapter, or give --all.", f"{command} --to out/NAME"),
         (dtype in (None, *DTYPES), f"--dtype is {dtype!r}.", " or ".join(DTYPES)),
         (not merge or dtype is None, "--dtype is for PEFT folders: a merged model has the base's.", "without --dtype"),
         (not (merge and all_adapters), "--merge writes one full model, not --all.", "one adapter at a time"),

@@ -77,7 +77,7 @@ def show_result(console: Console, result: RunResult) -> None:
     if result.had_finished:
         counts = Counter(adapter.status for adapter in result.adapters.values())
         ended = ", ".join(f"{exact(number)} {status}" for status, number in counts.items())
-        say(console, f"{result.folder} had already finished ({ended})  ·  {_where_adapters_are(result)}")
+        say(console, f"{result.folder} had already finished ({ended}): {result.folder}/adapters/NAME/latest")
         next_command(console, f"lorafusion status {result.folder}")
         return
     table = plain_table(("adapter", "status"), ("steps", "last loss", "held-out before", "after"))
@@ -118,7 +118,12 @@ def show_result(console: Console, result: RunResult) -> None:
         say(console, comparison)
     if references := reference_share(read_rows(result.folder / "events.jsonl"), result.seconds):
         say(console, references[1])
-    say(console, f"{ran}  ·  {_where_adapters_are(result)}")
+    has_best = any(RunFolder(result.folder).best(name) for name in result.adapters)
+    say(
+        console,
+        f"{ran}  ·  PEFT folders: {result.folder}/adapters/NAME/latest"
+        + (", and NAME/best of the best held-out step" if has_best else ""),
+    )
     winner = adapter_to_export(status, {name: adapter.step for name, adapter in result.adapters.items()}, ranking.best)
     next_command(
         console,
@@ -126,12 +131,6 @@ def show_result(console: Console, result: RunResult) -> None:
         if winner
         else f"lorafusion status {result.folder}",
     )
-
-
-def _where_adapters_are(result: RunResult) -> str:
-    has_best = any(RunFolder(result.folder).best(name) for name in result.adapters)
-    best = ", and NAME/best of the best held-out step" if has_best else ""
-    return f"PEFT folders: {result.folder}/adapters/NAME/latest{best}"
 
 
 def compare_with_prediction(folder: Path) -> str | None:

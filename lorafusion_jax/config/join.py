@@ -14,6 +14,7 @@ from lorafusion_jax.config.read import Source
 from lorafusion_jax.config.references import reference_of
 from lorafusion_jax.config.schema import SHARED, AdapterConfig, JobConfig, ObjectiveSettings, Section
 from lorafusion_jax.config.sweep import MOST_ADAPTERS
+from lorafusion_jax.config.values import as_in_file
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 
 OF_ADAPTERS = ("batch", "global_samples")  # the one shared key that only gives adapters a default
@@ -94,7 +95,7 @@ def _differences(source: Source, config: JobConfig, run: JobConfig) -> Iterator[
                 continue
             yield ConfigError(
                 "add.other-settings",
-                f"{section}.{key} is {run_value} in the run and {value} here.",
+                f"{section}.{key} is {as_in_file(run_value)} in the run and {as_in_file(value)} here.",
                 where=source.where((section, key)),
                 why="all adapters of a run share it",
                 fix=f"leave {section}.{key} out, or train these adapters in a run of their own",

@@ -7,6 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean_path
 from lorafusion_jax.readable import check_regular, read_text
 
 Keys = tuple[str | int, ...]
@@ -78,12 +79,18 @@ def read_source(path: Path) -> Source:
             raise ConfigError("config.too-large", f"{path} is larger than {LARGEST_FILE} bytes.", fix=TOO_LARGE_FIX)
         text = read_text(path, LARGEST_FILE)
     except FileNotFoundError:
-        raise ConfigError(
-            "config.missing", f"there is no job file {path}.", fix="lorafusion new, or lorafusion init > jobs.yaml"
-        ) from None
+        fix = did_you_mean_path(path, _job_files(path.parent), are_files=True)
+        fix = fix or "lorafusion new, or lorafusion init > jobs.yaml"
+        raise ConfigError("config.missing", f"there is no job file {path}.", fix=fix) from None
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError("config.unreadable", f"{path} cannot be read as text.", why=str(problem)) from None
     return _read_toml(path, text) if path.suffix == ".toml" else _read_yaml(path, text)
+
+
+def _job_files(folder: Path) -> list[str]:
+    with suppress(OSError):
+        return sorted(file.name for file in folder.iterdir() if file.suffix in (".yaml", ".yml", ".toml", ".json"))
+    return []
 
 
 def source_of(values: Mapping[str, Any]) -> Source:

@@ -6,6 +6,7 @@ Nothing is converted, so nothing is taken as something else than its writer mean
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path, PurePath
@@ -183,3 +184,12 @@ Count = Annotated[Whole, Field(ge=1, le=LARGEST_COUNT)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
+
+
+def as_in_file(value: object) -> str:
+    """Writes a setting as a job file does.
+
+    >>> as_in_file(None), as_in_file(True), as_in_file(0.0002), as_in_file("adamw"), as_in_file(("q_proj", 2))
+    ('null', 'true', '0.0002', 'adamw', '["q_proj", 2]')
+    """
+    return value if isinstance(value, str) else json.dumps(value, default=str)

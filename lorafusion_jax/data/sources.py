@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-import difflib
 import glob
 import hashlib
 import importlib
@@ -39,7 +38,7 @@ from lorafusion_jax.data.row_files import (
 )
 from lorafusion_jax.data.rows import SHOWN, RawSource, Rows
 from lorafusion_jax.data.set_folder import rows_of
-from lorafusion_jax.errors import DataError, first_few, install_line, raise_all
+from lorafusion_jax.errors import DataError, did_you_mean_path, first_few, install_line, raise_all
 from lorafusion_jax.files import PART, make_folder, user_cache
 from lorafusion_jax.plugins import find, known_names, origin
 
@@ -197,7 +196,7 @@ def find_file(source: str, base_dir: Path) -> Path:
         raise DataError("data.missing-file", f"there is no data file {source[:SHOWN_NAME]}….") from None
     if not exists:
         raise DataError(
-            "data.missing-file", f"there is no data file {source}.", where=str(path), fix=_similar_file(path)
+            "data.missing-file", f"there is no data file {source}.", where=str(path), fix=_similar_file(path, source)
         )
     return path
 
@@ -276,7 +275,7 @@ def read_rows(source: str, base_dir: Path = Path(".")) -> Rows:
     return rows
 
 
-def _similar_file(path: Path) -> str:
+def _similar_file(path: Path, typed: str) -> str:
     if path.parent == user_cache("rows"):
         return "load the job from Python again with the same rows, which writes them there"
     name, colon, _ = path.name.partition(":")
@@ -288,11 +287,8 @@ def _similar_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"the folder {path.parent} is missing too"
     names = sorted(other.name for other in path.parent.iterdir() if other.suffix.lower() in KINDS)
-    near = difflib.get_close_matches(
-        path.stem, [Path(name).stem for name in names], n=1
-    )  # suffixes would make all names similar
-    if near:
-        return f"did you mean {next(name for name in names if Path(name).stem == near[0])}?"
+    if near := did_you_mean_path(Path(typed), names, are_files=True):
+        return near
     return f"{path.parent} has {first_few(names, SHOWN)}" if names else f"{path.parent} holds no data files"
 
 

@@ -39,7 +39,7 @@ def test_beside_other_models_a_name_is_a_folder(tmp_path, hub):
     (tmp_path / "weights" / "Qwen3-8B").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"model\.missing.*weights/Qwen3-8b") as caught:
         base_directory(job(tmp_path, "weights/Qwen3-8b"))
-    assert caught.value.fix == "did you mean 'Qwen3-8B'?"
+    assert caught.value.fix == "did you mean 'weights/Qwen3-8B'?"
     assert hub == []
 
 

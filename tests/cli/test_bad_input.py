@@ -221,6 +221,8 @@ def test_folder_of_another_run(lorafusion, job, finished, nothing_read):
     assert f"{finished[1]} already holds a run with other settings" in outcome.err
     assert "adapters.law.optim.lr was 0.0002 and is 0.5; adapters.med.lora.rank was 4 and is 2" in outcome.err
     assert "fix: another --out" in outcome.err
+    outcome = lorafusion("train", finished[0].path, "--out", finished[1], "train.max_steps=2")
+    assert "because train.max_steps was null and is 2" in outcome.err
     assert lorafusion("train", job.path, "--out", finished[1]).errors == ["run.exists"]
     assert snapshot(finished[1]) == before
 
@@ -339,8 +341,8 @@ def test_a_wrong_name_of_a_run_is_answered_with_the_runs_that_are_there(lorafusi
         near = lorafusion(command[0], tmp_path / "runs" / "begin", *command[1:])
         far = lorafusion(command[0], tmp_path / "runs" / "2026", *command[1:])
         assert near.errors == far.errors == ["run.missing"]
-        assert "did you mean 'begun'?" in near.err
-        assert "one of begun, sweep" in far.err
+        assert f"did you mean '{tmp_path / 'runs' / 'begun'}'?" in near.err
+        assert f"one of {tmp_path / 'runs' / 'begun'}, {tmp_path / 'runs' / 'sweep'}" in far.err
     above = lorafusion("report", tmp_path / "runs")
     assert f"one of {tmp_path / 'runs' / 'begun'}, {tmp_path / 'runs' / 'sweep'}" in above.err
 
@@ -479,7 +481,7 @@ def test_a_run_that_is_starting_is_told_from_one_that_is_missing(lorafusion, tmp
     if not words.startswith(("generate", "verify")):
         (tmp_path / "runs" / "sweep").mkdir()
         (tmp_path / "runs" / "sweep" / "plan.json").touch()
-        assert "did you mean 'sweep'?" in lorafusion(*words.replace("RUN", "runs/sweeep").split()).err
+        assert "did you mean 'runs/sweep'?" in lorafusion(*words.replace("RUN", "runs/sweeep").split()).err
 
 
 def test_a_run_is_found_before_jax_is_imported_and_what_stops_there_leaves_nothing(lorafusion, job, monkeypatch):

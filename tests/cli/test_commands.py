@@ -386,7 +386,7 @@ def test_resume_on_another_mesh(lorafusion, finished, tmp_path):
     resumed = lorafusion("resume", run, "mesh.data=2", "train.remat=nothing")
     assert resumed.code == 0, resumed.err
     line, following = resumed.out.split("\n", 1)
-    assert line.startswith(f"{run} had already finished (2 done)  ·  PEFT folders: {run}/adapters/NAME/latest")
+    assert line.startswith(f"{run} had already finished (2 done): {run}/adapters/NAME/latest")
     assert following == f"next: lorafusion status {run}\n"
     assert weights(run) == weights(finished[1])
 

@@ -73,6 +73,14 @@ def test_options_that_do_not_go_together_are_refused(lorafusion, finished, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_without_its_words_says_the_whole_command(lorafusion, finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = lorafusion("export", finished[1])
+    command = f"lorafusion export {finished[1]} law --to out/NAME"
+    assert outcome.err.count(f"fix: {command}") == 2
+    assert lorafusion(*command.split()[1:]).code == 0
+
+
 def test_a_push_needs_the_hub_and_says_what_was_not_uploaded(lorafusion, finished, tmp_path, monkeypatch):
     calls = []
 

@@ -65,7 +65,7 @@ def test_it_asks_until_it_is_answered(lorafusion, tmp_path, monkeypatch, tiny_ba
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     outcome = lorafusion("new")
     assert (outcome.code, answers) == (0, [])
-    assert "did you mean rows.jsonl?" in outcome.err
+    assert "rows.jsonl'?" in outcome.err
     assert "rows-rank32-lr3e-4" in outcome.out
 
 

@@ -296,6 +296,9 @@ def test_each_mistake_has_its_own_code(tmp_path, text, code):
 
 def test_a_missing_file_names_the_command_that_makes_one(tmp_path):
     assert "lorafusion init" in errors_of(tmp_path / "nothing.yaml")["config.missing"]
+    (tmp_path / "jobs.yaml").touch()
+    assert f"did you mean '{tmp_path / 'jobs.yaml'}'?" in errors_of(tmp_path / "jbos.yaml")["config.missing"]
+    assert "lorafusion init" in errors_of(tmp_path / "nothing.yaml")["config.missing"]
 
 
 def test_toml_equals_yaml(tmp_path):

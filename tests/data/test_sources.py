@@ -91,7 +91,7 @@ def test_digest_follows_content_and_nothing_else(tmp_path):
 
 def test_missing_file_names_its_neighbour(tmp_path):
     (tmp_path / "law.jsonl").write_text("{}")
-    assert "did you mean law.jsonl?" in fails("data.missing-file", "lwa.jsonl", tmp_path).fix
+    assert "did you mean 'law.jsonl'?" in fails("data.missing-file", "lwa.jsonl", tmp_path).fix
     assert "did you mean" not in fails("data.missing-file", "med.jsonl", tmp_path).fix
     assert "law.jsonl" in fails("data.missing-file", "something.csv", tmp_path).fix
     assert "folder" in fails("data.missing-file", "nowhere/law.jsonl", tmp_path).fix
@@ -225,7 +225,7 @@ def test_a_column_that_is_not_used_may_hold_anything(name, tmp_path, tokenizer):
     parquet.write_table(pa.table(columns), tmp_path / "even.parquet")
 
     def tokens(file: str):
-        settings = DataSettings(train=file)
+        settings = DataSettings.model_validate({"train": file})
         read = load_samples(
             file, settings=settings, tokenizer=tokenizer, adapter="a", base_dir=tmp_path, cache_dir=tmp_path / "c"
         )
@@ -242,7 +242,11 @@ def test_a_column_that_is_used_and_cannot_be_read_is_named_with_its_row(tmp_path
     parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
     with pytest.raises(DataError) as caught:
         load_samples(
-            "a.parquet", settings=DataSettings(train="a.parquet"), tokenizer=tokenizer, adapter="a", base_dir=tmp_path
+            "a.parquet",
+            settings=DataSettings.model_validate({"train": "a.parquet"}),
+            tokenizer=tokenizer,
+            adapter="a",
+            base_dir=tmp_path,
         )
     assert (caught.value.code, caught.value.where) == ("data.bad-type", "a.parquet, row 1")
     assert "cannot be read" in caught.value.why
@@ -264,8 +268,7 @@ def test_hub_set_without_the_extra_says_what_to_install(tmp_path, monkeypatch):
 )
 def test_hub_set_and_split(tmp_path, monkeypatch, source, asked):
     calls = []
-    hub = types.ModuleType("datasets")
-    hub.load_dataset = lambda name, split: calls.append((name, split)) or ROWS
+    hub = types.SimpleNamespace(load_dataset=lambda name, split: calls.append((name, split)) or ROWS)
     monkeypatch.setitem(sys.modules, "datasets", hub)
     assert parse_rows(open_source(source, tmp_path)).values == ROWS
     assert calls == [asked]
@@ -275,8 +278,7 @@ def test_hub_failure_is_a_data_error(tmp_path, monkeypatch):
     def refuse(name, split):
         raise ConnectionError("no route")
 
-    hub = types.ModuleType("datasets")
-    hub.load_dataset = refuse
+    hub = types.SimpleNamespace(load_dataset=refuse)
     monkeypatch.setitem(sys.modules, "datasets", hub)
     assert "no route" in fails("data.hub", "hf:org/set", tmp_path).why
 
