@@ -1,6 +1,7 @@
 """Calls at the edge of what is allowed, and just past it."""
 
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -88,8 +89,9 @@ def test_values_out_of_range_are_named():
 
 @pytest.mark.wrong_types
 def test_what_is_no_array_is_named():
-    x, w, a, b = filled(1.0, 4, 8), filled(1.0, 8, 6), filled(1.0, 8, 4), filled(0.0, 4, 6)
-    rest = {"tile_adapter": on_device([0]), "scale": on_device([1.0])}
+    arrays: list[Any] = [filled(1.0, 4, 8), filled(1.0, 8, 6), filled(1.0, 8, 4), filled(0.0, 4, 6)]
+    x, w, a, b = arrays
+    rest: dict[str, Any] = {"tile_adapter": on_device([0]), "scale": on_device([1.0])}
     with pytest.raises(TypeError, match=r"^a is a list, expected an array: jnp.asarray\(a\)$"):
         pk.lora_linear(x, w, a.tolist(), b, scale=1.0)
     with pytest.raises(TypeError, match=r"^w of projection 0 is a list, expected an array"):
@@ -144,7 +146,9 @@ def test_memory_of_an_entry_per_row_grows_with_the_rows():
         shapes = (rows, 256), (adapters, 256, 8), (adapters, 8, 256), (256, 256)
         floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*floats, jax.ShapeDtypeStruct((rows,), jnp.int32))
-        return program.compile().memory_analysis().temp_size_in_bytes
+        memory = program.compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     for rows, adapters in ((512, 8), (1024, 8), (512, 512)):  # 5.1 arrays; XLA of jax 0.11 copies tiles of one row: 6.1
         assert temporaries(rows, adapters) < 7 * rows * 256 * 4, "a few arrays of the size of the input"
