@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,7 +185,7 @@ def test_a_kind_without_a_form_in_peft_is_refused_at_submission(running, job, mo
     ],
 )
 def test_a_refusal_of_places_names_what_to_change(spec, code, where):
-    made = SimpleNamespace(**{"kind": "lora", "rank": 4, "on_experts": (), "tokens": None} | spec)
+    made: Any = SimpleNamespace(**{"kind": "lora", "rank": 4, "on_experts": (), "tokens": None} | spec)
     made.head, made.dropout = None, 0.0
     layout = Places.of({8: 2})
     problem = _place_problem(layout, made, layout.refuses(made))
@@ -343,7 +344,7 @@ def test_keys_say_when_they_were_last_used(running, monkeypatch):
     monkeypatch.setattr("lorafusion_jax.serve.control.controller.WRITE_S", 0.0)
     ids = {name: running.client(name).request("GET", "/v1/me")["key"] for name in ("ana", "admin")}
     assert raw(running.url, "GET", "/v1/me", x_api_key=running.keys["ben"][:-1] + "_")[0] == 401
-    admin, until, used = running.client("admin"), time.monotonic() + PATIENCE_S, dict[str, float | None]()
+    admin, until, used = running.client("admin"), time.monotonic() + PATIENCE_S, dict[str, float]()
     while not all(used.get(name) for name in ids.values()):
         assert time.monotonic() < until
         time.sleep(0.02)
