@@ -7,9 +7,10 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import commit_of
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import CheckpointError, did_you_mean_path, install_line
+from lorafusion_jax.errors import CheckpointError, did_you_mean_path, first_few, install_line
 from lorafusion_jax.families.hf_config import shortened
 
+MOST_MODELS = 6  # that an error offers
 ALLOWED = ["*.json", "*.safetensors", "*.jinja"]  # files of a hub model
 
 
@@ -40,17 +41,19 @@ def find_base(
         "model.missing",
         f"there is no model directory {shortened(name)}.",
         where=str(direct.absolute()),
-        fix=_similar_folder(direct, name) or fix,
+        fix=_similar_folder(direct, name, fix),
     )
 
 
-def _similar_folder(direct: Path, typed: str) -> str:
-    """Names the folder that was probably meant; "" where there is none."""
+def _similar_folder(direct: Path, typed: str, fix: str) -> str:
+    """Names the folder that was probably meant, or the models that are there before the fix."""
     try:
         names = sorted(path.name for path in direct.parent.iterdir() if path.is_dir())
     except (OSError, ValueError):
-        return ""
-    return did_you_mean_path(Path(typed), names)
+        return fix
+    models = [str(Path(typed).with_name(name)) for name in names if (direct.parent / name / "config.json").is_file()]
+    beside = f"{first_few(models, MOST_MODELS)}; or " if models else ""
+    return did_you_mean_path(Path(typed), names) or beside + fix
 
 
 def base_identity(config: JobConfig) -> tuple[str, str | None]:

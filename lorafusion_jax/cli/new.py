@@ -21,6 +21,7 @@ GOALS = {
     "preferences": "prefer the chosen answer of a row to the rejected one",
     "compare": "answer as the rows do, with several ranks and learning rates in one run; the best is named",
 }
+BASE = "a folder with config.json and *.safetensors, or org/name of a hub"
 TITLE = "# Written by lorafusion new. lorafusion init --all shows every key.\n"
 USUAL_CAPACITY, SHORTEST = 8192, 128  # tokens
 MOST_SAMPLES, STEPS_OF_EPOCH, FEW_ROWS = 16, 20, 2000
@@ -28,6 +29,7 @@ HELD_OUT_OF_MANY, HELD_OUT_OF_FEW, MANY_ROWS, FEWEST_TO_SPLIT = 0.05, 0.1, 200, 
 
 
 def command(
+    more: Annotated[list[str] | None, typer.Argument(metavar="DATA", help="more rows: --data data/*.jsonl")] = None,
     base: Annotated[str | None, typer.Option(help="base model: a folder, or org/name of a hub")] = None,
     data: Annotated[
         list[str] | None,
@@ -50,15 +52,18 @@ def command(
     """
     if to.exists():
         raise ConfigError("new.exists", f"{to} exists already.", fix="--out with the name of a new file")
-    missing = [f"--{name}" for name, value in (("base", base), ("data", data)) if not value]
+    missing = [f"--{name}" for name, value in (("base", base), ("data", data or more)) if not value]
     if missing and not (sys.stdin and sys.stdin.isatty()):
         fix = "--base FOLDER --data FILE, or a terminal, where it asks"
-        raise ConfigError("new.options", f"{' and '.join(missing)} is needed.", fix=fix)
+        raise ConfigError(
+            "new.options", f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} needed.", fix=fix
+        )
     from lorafusion_jax.checkpoint.base_model import find_base
     from lorafusion_jax.cli.check import command as check
 
-    base = base or _ask("base model (a folder, or org/name of a hub)", lambda text: find_base(Path(), text))
-    data = data or [_ask("rows (a file, a folder, or hf:org/set)", _find_rows)]
+    base = base or _ask("base model (a folder, or org/name of a hub)", lambda text: find_base(Path(), text, fix=BASE))
+    find_base(Path(), base, fix=f"--base: {BASE}")
+    data = [*(data or []), *(more or [])] or [_ask("rows (a file, a folder, or hf:org/set)", _find_rows)]
     if missing and goal is None:
         for name, meaning in GOALS.items():
             print(f"  {name:<12} {meaning}")
@@ -191,7 +196,11 @@ def _fitted(values: dict[str, Any], settings: dict[str, Any]) -> Prepared:
     settings["max_length"] = _positions(values["base"]["model"]) or USUAL_CAPACITY
     while True:
         try:
-            return checked_data(load_job(values).config, [])[1]
+            prepared = checked_data(load_job(values).config, [])[1]
+            notes = [note for entry in prepared.adapters.values() for note in entry.train.report.notes]
+            if "chat_template" in settings or not any(note.startswith("[data.no-template]") for note in notes):
+                return prepared
+            settings["chat_template"] = _template_for(values["base"]["model"])
         except LoraFusionError as problem:
             errors = getattr(problem, "errors", [problem])
             more = {key: value for error in errors for key, value in _setting_for(error, values).items()}

@@ -40,6 +40,10 @@ def test_beside_other_models_a_name_is_a_folder(tmp_path, hub):
     with pytest.raises(CheckpointError, match=r"model\.missing.*weights/Qwen3-8b") as caught:
         base_directory(job(tmp_path, "weights/Qwen3-8b"))
     assert caught.value.fix == "did you mean 'weights/Qwen3-8B'?"
+    (tmp_path / "weights" / "Qwen3-8B" / "config.json").touch()
+    with pytest.raises(CheckpointError) as caught:
+        base_directory(job(tmp_path, "weights/gemma"))
+    assert caught.value.fix.startswith("weights/Qwen3-8B; or base.model: ")
     assert hub == []
 
 

@@ -16,6 +16,7 @@ CHATS = [
 ]
 PAIRS = [{"prompt": f"a {n}", "chosen": "b c", "rejected": "d"} for n in range(24)]
 QUESTIONS = [{"question": f"a {n}", "answer": "b"} for n in range(24)]
+ALPACA = [{"instruction": f"a {n}", "output": "b"} for n in range(24)]
 SAME = [{"prompt": "a", "completion": "b"}] * 24
 
 
@@ -34,9 +35,15 @@ def plain_base(tmp_path, tiny_base) -> None:
     ("rows", "goal", "expected"),
     [
         pytest.param(make_rows(24, 0), "answers", {"eval": 0.1}, id="prompt"),
-        pytest.param(QUESTIONS, "answers", {"columns": {"prompt": "question", "completion": "answer"}}, id="columns"),
+        pytest.param(
+            QUESTIONS,
+            "answers",
+            {"columns": {"prompt": "question", "completion": "answer"}, "chat_template": "alpaca"},
+            id="columns",
+        ),
         pytest.param(CHATS, "compare", {"chat_template": "alpaca"}, id="no template"),
-        pytest.param(PAIRS, "preferences", {"eval": 0.1}, id="pairs"),
+        pytest.param(ALPACA, "answers", {"chat_template": "alpaca"}, id="alpaca"),
+        pytest.param(PAIRS, "preferences", {"eval": 0.1, "chat_template": "alpaca"}, id="pairs"),
         pytest.param(SAME, "answers", {}, id="equal rows"),
     ],
 )
@@ -52,9 +59,21 @@ def test_the_job_fits_the_rows(lorafusion, tmp_path, monkeypatch, rows, goal, ex
     assert adapter["data"].items() >= {"train": "../my rows.jsonl", **expected}.items()
     assert ("eval" in adapter["data"]) == (rows is not SAME)
     checked = lorafusion("check", "jobs/mine.yaml", "--json")
+    assert "no-template" not in checked.out
     names = json.loads(checked.out)["adapters"]
     assert len(names) == (4 if goal == "compare" else 1)
     assert job["data"]["max_length"] >= max(report["longest"] for report in names.values())
+
+
+def test_files_of_a_glob_are_adapters(lorafusion, tmp_path, monkeypatch, tiny_base):
+    monkeypatch.chdir(tmp_path)
+    for name in ("law", "med"):
+        write_rows_to(tmp_path / f"{name}.jsonl", make_rows(24, 0))
+    assert lorafusion("new", "--base", tiny_base, "--data", "law.jsonl", "med.jsonl").code == 0
+    assert [adapter["name"] for adapter in yaml.safe_load((tmp_path / "jobs.yaml").read_text())["adapters"]] == [
+        "law",
+        "med",
+    ]
 
 
 def test_it_asks_until_it_is_answered(lorafusion, tmp_path, monkeypatch, tiny_base):
@@ -71,11 +90,12 @@ def test_it_asks_until_it_is_answered(lorafusion, tmp_path, monkeypatch, tiny_ba
 
 def test_it_writes_over_nothing_and_asks_only_at_a_terminal(lorafusion, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "--base and --data is needed" in lorafusion("new").err
+    assert "--base and --data are needed" in lorafusion("new").err
     (tmp_path / "jobs.yaml").touch()
     assert "error[new.exists] jobs.yaml" in lorafusion("new", "--base", "b", "--data", "d").err
     outcome = lorafusion("new", "--base", "b", "--data", "d", "-o", "x.yaml")
     assert "model.missing" in outcome.err
+    assert "fix: --base: a folder" in outcome.err
     assert not (tmp_path / "x.yaml").exists()
 
 
