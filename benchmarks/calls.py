@@ -10,7 +10,8 @@ one short row on an idle session.
 
 `share`: the jobs alone, 64 samples at a time alone, and both in turn as in a worker, each with half of the time. A
 sample that ends is followed by another. A row has the part of its own rate that each keeps, and another how far log p
-of 16 samples is from that of a forward call on them, largest and median.
+of 16 samples is from that of a forward call on them, and how far that is from calls on one of them at a time: largest
+and median.
 
 `idle`: 16 clients in a session that has 64 more places of rank 8, without and with a model in each that asks nothing,
 in turns; the last row has the mean of the turns.
@@ -219,14 +220,20 @@ def compare_samples(windows: WindowPlanner, bank: Bank, prompt: int, new: int) -
     for tokens, answer in answers:
         whole = np.array([*tokens, *answer.tokens])
         rows.append(Row(tokens=whole[:-1], inputs={"target_tokens": whole[1:]}))
-    future = stream.submit(ForwardBackward(rows=rows, forward_only=True))
-    run_all(windows, [future])
+
+    def forward(rows: list[Row]) -> list[np.ndarray]:
+        future = stream.submit(ForwardBackward(rows=rows, forward_only=True))
+        run_all(windows, [future])
+        return [output["logprobs"][prompt - 1 :] for output in future.result().outputs]
+
+    together, alone = forward(rows), [logprobs for row in rows for logprobs in forward([row])]
     windows.session.forget("compared")
-    gaps = np.concatenate([
-        np.abs(output["logprobs"][prompt - 1 :] - np.array(answer.logprobs))
-        for (_, answer), output in zip(answers, future.result().outputs, strict=True)
-    ])  # fmt: skip
-    return {"compared_tokens": len(gaps), "gap_median": float(np.median(gaps)), "gap_max": float(gaps.max())}
+    sampled = [np.array(answer.logprobs) for _, answer in answers]
+    gaps, of_packing = np.abs(np.stack([sampled, alone]) - np.array(together)).reshape(2, -1)
+    return {
+        "compared_tokens": len(gaps), "gap_median": float(np.median(gaps)), "gap_max": float(gaps.max()),
+        "packing_gap_median": float(np.median(of_packing)), "packing_gap_max": float(of_packing.max()),
+    }  # fmt: skip
 
 
 def run_in_turn(
