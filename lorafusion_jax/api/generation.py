@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,8 @@ class OpenGenerator:
 
         names = (adapters,) if isinstance(adapters, str) else tuple(adapters)
         rows = rows_for(_listed(prompts), names or self.model.asked, Sampling(**sampling), samples)
+        if unread := self.model.unread_keys(rows):
+            warnings.warn(f"{', '.join(map(repr, unread))} of messages are not in the chat template", stacklevel=2)
         return Texts(tuple(self.model(rows, raw=raw, system=system, on_text=on_text)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -16,7 +16,7 @@ from lorafusion_jax.errors import ConfigError, DataError
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.machine import prepare_machine
-from lorafusion_jax.report.console import out, say
+from lorafusion_jax.report.console import errors_to, out, say, warn
 
 STDIN = "-"
 
@@ -123,9 +123,12 @@ def command(
     prepare_machine(cache=program_cache)
     from lorafusion_jax.generation.text import TextGenerator
 
-    answers = TextGenerator(generation_source)(
-        [row for entry in file_rows for row in entry.rows], raw=raw, system=system
-    )
+    generator, prompt_rows = TextGenerator(generation_source), [row for entry in file_rows for row in entry.rows]
+    others = dict.fromkeys(column for entry in file_rows for column in entry.others)
+    notes = _note("change no answer, and go with it", others)
+    notes += _note("of messages are not in the chat template", generator.unread_keys(prompt_rows))
+    warn(errors_to(), notes)
+    answers = generator(prompt_rows, raw=raw, system=system)
     columns_of_rows = [entry.others for entry in file_rows for _ in entry.rows]
     rows = [_row(text, columns) for text, columns in zip(answers, columns_of_rows, strict=True)]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -140,6 +143,10 @@ def command(
         show_texts(console, [(text.prompt, text.adapter, text.text) for text in answers])
         say(console, f"written to {to}") if to is not None else None
         next_command(console, f"lorafusion chat {source}")
+
+
+def _note(fact: str, names: Collection[str]) -> list[str]:
+    return [f"{', '.join(map(repr, names))} {fact}"] if names else []
 
 
 def _row(generated: Any, more: dict[str, Any]) -> dict[str, Any]:

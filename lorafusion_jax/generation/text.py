@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lorafusion_jax.data.prompts import Prompt, prompt_tokens
+from lorafusion_jax.data.template.left_out import unread_keys
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer, with_template
 from lorafusion_jax.generation.answer_text import AnswerTexts
 from lorafusion_jax.generation.conversation import Conversation
@@ -144,6 +146,22 @@ class TextGenerator:
             )
             for row, request, answer in zip(rows, requests, answers, strict=True)
         ]
+
+    def unread_keys(self, rows: Sequence[PromptRow]) -> list[str]:
+        """Keys of messages that the chat template of the row's adapter does not use: no answer depends on them."""
+        messages: dict[str, list[dict[str, Any]]] = {}  # by adapter
+        for row in rows:
+            of_adapter = messages.setdefault(row.adapter, [])
+            of_adapter += [message for message in row.prompt if isinstance(message, dict)]
+        templates = {adapter: self.tokenizer_of(adapter).chat_template for adapter in messages}
+        return sorted(
+            {
+                key
+                for adapter, template in templates.items()
+                if template is not None
+                for key in unread_keys(template, messages[adapter])
+            }
+        )
 
     def _encode(self, row: PromptRow, raw: bool, system: str | None) -> list[int]:
         return prompt_tokens(row.prompt, self.tokenizer_of(row.adapter), raw=raw, system=system, where=row.where)

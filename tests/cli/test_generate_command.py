@@ -23,15 +23,17 @@ QUICK = ("--max-tokens", "6", "--dtype", "float32")
 def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_path, monkeypatch):
     job, run = finished
     rows = [
-        {"prompt": "cat dog", "topic": "animals"},
+        {"prompt": "cat dog", "topic": "animals", "temprature": 2.0},
         {"prompt": "moon", "adapter": "base", "max_tokens": 2},
-        {"messages": [{"role": "user", "content": "oak"}], "adapter": "law"},
+        {"messages": [{"role": "user", "content": "oak", "mood": "glad"}], "adapter": "law"},
     ]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(sys, "stdin", io.StringIO("pen quay\n"))
     outcome = lorafusion("generate", run, "-", "--file", file, "-o", out, "--json", *QUICK)
     assert outcome.code == 0, outcome.err
+    assert "'topic', 'temprature' change no answer, and go with it" in outcome.err
+    assert "'mood' of messages are not in the chat template" in outcome.err
     answers = [json.loads(line) for line in outcome.out.splitlines()]
     assert out.read_text() == outcome.out
     names = list(lf.open_run(run).adapters)
@@ -64,6 +66,8 @@ def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_p
     assert len({text.tokens for text in drawn[:3]}) > 1
     elsewhere, *_ = opened.generate(["oak", "cat dog", "moon"], max_tokens=6, temperature=2.0, seed=6)
     assert drawn[2].tokens == elsewhere.tokens
+    with pytest.warns(UserWarning, match="'name' of messages are not in the chat template"):
+        opened.generate([[{"role": "user", "content": "oak", "name": "Ann"}], "cat dog", "moon"], max_tokens=6)
 
 
 def test_prompts_are_written_with_the_template_of_the_adapter(finished, tmp_path):
