@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
+from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.peft.read_config import CONFIG_FILE
+from lorafusion_jax.peft.settings import TENSOR_FILE
 from scheduling import Plan
 
 PACKAGES = ("lorafusion-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -41,6 +46,7 @@ def make_record(
         "data": prepared.digests(),
         "eval": eval_digests(prepared),
         "compared_by": compared_by(config),
+        "scored_by": scored_by(config),
         "template": prepared.tokenizer.template_hash,
         "seeds": {adapter.name: adapter.seed for adapter in config.adapters},
         "versions": versions(),
@@ -108,6 +114,41 @@ def compared_by(config: JobConfig) -> dict[str, dict[str, Any]]:
     """Adapter → the metric that tells how good it is, and whether it rises."""
     settings = {adapter.name: adapter.early_stop for adapter in config.adapters}
     return {name: {"metric": stop.metric, "rises": stop.rises} for name, stop in settings.items()}
+
+
+def scored_by(config: JobConfig) -> dict[str, dict[str, str]]:
+    """Adapter → digests of the files that reward and score its answers: functions, tools and reward adapters."""
+    names = {adapter.name for adapter in config.adapters}
+    return {
+        adapter.name: {file: _digest(Path(config.directory) / file) for file in sorted(_scoring_files(adapter, names))}
+        for adapter in config.adapters
+    }
+
+
+def _scoring_files(adapter: AdapterConfig, names: Collection[str]) -> Iterator[str]:
+    rollout = adapter.rollout
+    for text in filter(None, [*rollout.functions, rollout.tool, adapter.eval.score]):
+        yield text.rpartition(":")[0]
+    for judge in (reward.value for reward in rollout.reward if reward.kind == "adapter" and reward.value not in names):
+        yield from (f"{judge}/{file}" for file in (CONFIG_FILE, TENSOR_FILE))
+
+
+def _digest(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def other_scores(record: dict, config: JobConfig) -> str | None:
+    """Names the files of rewards and scores that have changed since the run started."""
+    now, before = scored_by(config), record.get("scored_by", {})
+    changed = dict.fromkeys(
+        file for name, files in now.items() for file in files if before.get(name, files).get(file) != files[file]
+    )
+    if not changed:
+        return None
+    return f"{', '.join(changed)} changed since the run started: rewards and scores are of the new files from here on"
 
 
 def eval_digests(prepared: Prepared) -> dict[str, str]:

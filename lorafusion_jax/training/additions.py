@@ -17,7 +17,7 @@ from lorafusion_jax.config.schema import AdapterConfig, Extension, JobConfig
 from lorafusion_jax.data.prepare import Prepared, in_order, prepare
 from lorafusion_jax.errors import RunError, raise_all
 from lorafusion_jax.planning.training_plan import train_jobs
-from lorafusion_jax.report.record import compared_by, eval_digests
+from lorafusion_jax.report.record import compared_by, eval_digests, scored_by
 from lorafusion_jax.session.base import check_adapters
 from lorafusion_jax.training.job import Job
 from scheduling.checks import check_jobs
@@ -110,6 +110,7 @@ def new_record_entries(job: Job, record: dict[str, Any]) -> dict[str, Any]:
         "data": job.prepared.digests(),
         "eval": eval_digests(job.prepared),
         "compared_by": compared_by(addition),
+        "scored_by": scored_by(job.config),
         "seeds": {adapter.name: adapter.seed for adapter in addition.adapters},
         "warm_starts": warm_start_digests(addition),
     }

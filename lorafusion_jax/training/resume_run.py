@@ -19,7 +19,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.digests import Damage
 from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, RunEvent, fan_out
-from lorafusion_jax.report.record import check_record, other_table, other_versions
+from lorafusion_jax.report.record import check_record, other_scores, other_table, other_versions
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.session.base import check_mesh
 from lorafusion_jax.session.processes import any_process, is_first
@@ -112,7 +112,7 @@ def _continue_run(
     check_agreement(job_facts(config, prepared, base_files, starting))
     after = -1 if checkpoint.slot is None else checkpoint.slot  # -1: keep no rows, not even those before the first slot
     all_listeners = local_listeners(listeners, lambda: Recorder(folder.path, resume_slot=after))
-    for notice in _folder_notices(folder, checkpoint, record, damaged_exports):
+    for notice in _folder_notices(folder, config, checkpoint, record, damaged_exports):
         fan_out(all_listeners)(notice)
     record["base_files"] = base_files
     if is_first():  # a kill may have come before the links
@@ -136,7 +136,7 @@ def checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
 
 
 def _folder_notices(
-    folder: RunFolder, checkpoint: FoundCheckpoint, record: dict, damaged_exports: Sequence[Damage]
+    folder: RunFolder, config: JobConfig, checkpoint: FoundCheckpoint, record: dict, damaged_exports: Sequence[Damage]
 ) -> list[RunEvent]:
     """Returns events for what a user should know about the folder: damage, and checks that were skipped."""
     notices, slot = [], checkpoint.slot or 0
@@ -152,6 +152,8 @@ def _folder_notices(
         notices.append(FilesDamaged(slot=slot, text=text))
     if (versions := other_versions(record)) is not None:
         notices.append(CheckSkipped(slot=slot, text=f"other versions: {versions}"))
+    if (scores := other_scores(record, config)) is not None:
+        notices.append(CheckSkipped(slot=slot, text=scores))
     if (table := other_table(record, config_store.used_digest(device_kind()))) is not None:
         notices.append(CheckSkipped(slot=slot, text=table))
     return notices

@@ -253,8 +253,16 @@ def killed(train):
     return train.folder / "killed"
 
 
-def test_a_killed_run_goes_on_bitwise(together, killed, tmp_path):
-    resumed = lf.resume(shutil.copytree(killed, tmp_path / "run", symlinks=True), progress=False)
+def test_a_killed_run_goes_on_bitwise(together, killed, tmp_path, folder):
+    rewards = folder / "rewards.py"
+    before = rewards.read_text()
+    rewards.write_text(f"{before}# another file, the same functions")
+    try:
+        resumed = lf.resume(shutil.copytree(killed, tmp_path / "run", symlinks=True), progress=False)
+    finally:
+        rewards.write_text(before)
+    unchecked = [row["text"] for row in read_rows(resumed.folder / "events.jsonl") if row["kind"] == "unchecked"]
+    assert [text.partition(":")[0] for text in unchecked] == ["rewards.py changed since the run started"]
     for name in ("sft", "ppo", "rloo"):
         whole, again = exported(together.folder, name), exported(resumed.folder, name)
         assert all((whole[key] == again[key]).all() for key in whole)
