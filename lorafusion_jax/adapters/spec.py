@@ -236,7 +236,9 @@ def common_rank(ranks: Sequence[int]) -> int | None:
 
 
 def _unknown(name: str, available: Sequence[str]) -> ConfigError:
-    near = did_you_mean(name, [*available, ALL_LINEAR])
+    names = [ALL_LINEAR, *available]
+    begun = [known for known in names if name and known.startswith(name)]  # "all", and "q"
+    near = f"did you mean '{begun[0]}'?" if begun else did_you_mean(name, names)
     return ConfigError(
         "lora.unknown-target",
         f"there is no projection '{name}'" + (f"; {near}" if near else "."),

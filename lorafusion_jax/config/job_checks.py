@@ -121,6 +121,12 @@ def _texts_prefix(adapter: schema.AdapterConfig) -> str:
     return f"{rows}{count} texts of " if count > 1 else ""
 
 
+def _where(source: Source, entry: Entry, *keys: str | int) -> str:
+    """Where an adapter's setting is: in its entry, or among the defaults of all or the settings of a command line."""
+    is_shared = not entry.writes(keys) and (source.typed(keys) or source.value(keys) is not None)
+    return source.where(keys if is_shared else (*entry.keys, *keys))
+
+
 def targets_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
     """Checks the names of projections, of any family; `config.specs` checks them with the base model."""
     errors: list[LoraFusionError] = []
@@ -129,7 +135,7 @@ def targets_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: S
             resolve_targets(adapter.lora.targets, tuple(PATHS))
         except LoraFusionError as problem:
             of_entry = entry.writes(("lora", "targets"))
-            where = source.where((*entry.keys, "lora", "targets") if of_entry else ("lora", "targets"))
+            where = _where(source, entry, "lora", "targets")
             prefix = f"{entry.written['name']}: " if of_entry else ""
             errors += [
                 ConfigError(error.code, f"{prefix}{error.what}", where=where, fix=error.fix)
@@ -145,7 +151,7 @@ def references_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source
         ConfigError(
             "objective.reference",
             f"{adapter.name}: {wrong}.",
-            where=source.where((*entry.keys, "objective", "reference")),
+            where=_where(source, entry, "objective", "reference"),
             fix="objective.reference: base, start, the name of an adapter of this job, or a PEFT folder",
         )
         for entry, adapter in valid
@@ -166,7 +172,7 @@ def tokens_fit_objectives(valid: Sequence[tuple[Entry, schema.AdapterConfig]], s
         ConfigError(
             "lora.trainable-tokens",
             f"{adapter.name}: objective {adapter.objective.name} compares distributions over the base's vocabulary.",
-            where=source.where((*entry.keys, "lora", "trainable_tokens")),
+            where=_where(source, entry, "lora", "trainable_tokens"),
             why="with trainable_tokens, teacher and student would have other rows of the head",
             fix="leave lora.trainable_tokens out, or train with another objective",
         )
@@ -179,7 +185,7 @@ def rollouts_fit(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: So
     """Checks settings of adapters that sample their own rows."""
     adapters, folder = {adapter.name: adapter for _, adapter in valid}, source.path.parent
     return [
-        ConfigError(f"config.{keys[0]}", f"{adapter.name}: {wrong}", where=source.where((*entry.keys, *keys)), fix=fix)
+        ConfigError(f"config.{keys[0]}", f"{adapter.name}: {wrong}", where=_where(source, entry, *keys), fix=fix)
         for entry, adapter in valid
         for keys, wrong, fix in (
             *_rollout_problems(adapter, folder, adapters),
@@ -282,7 +288,7 @@ def rate_groups_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], sourc
                     "config.lr-ratio",
                     f"{adapter.name}: optim.lr_ratio is for the group '{group}', which adapters of kind "
                     f"{adapter.lora.kind} do not have.",
-                    where=source.where((*entry.keys, *keys) if entry.writes(keys) else keys),
+                    where=_where(source, entry, *keys),
                     why=f"they have {has}",
                     fix=f"optim.lr_ratio: {{{groups[0]}: 16}}" if groups else "leave optim.lr_ratio out",
                 )
@@ -369,7 +375,10 @@ def _dropout_effect(chosen: Chosen) -> str:
 def with_templates(
     valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source, errors: list[LoraFusionError]
 ) -> list[schema.AdapterConfig]:
-    """Reads the templates that are files, relative to the job file; a moved or changed file then changes no run."""
+    """Reads the templates that are files, relative to the job file; a moved or changed file then changes no run.
+
+    Returns the adapters without those whose template is nowhere.
+    """
     result = []
     for entry, adapter in valid:
         value = adapter.data.chat_template
@@ -387,10 +396,11 @@ def with_templates(
                         "config.chat-template",
                         f"{adapter.name}: data.chat_template: {value} is neither a known name nor a file of a template"
                         + (f"; {near}" if near else "."),
-                        where=source.where((*entry.keys, "data", "chat_template")),
+                        where=_where(source, entry, "data", "chat_template"),
                         why=str(problem),
                         fix=f"one of: {', '.join(NAMED)}; or a file relative to the job file",
                     )
                 )
+                continue  # its rows would be wrong, too
         result.append(adapter)
     return result

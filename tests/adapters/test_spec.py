@@ -28,7 +28,7 @@ def test_a_rank_that_is_no_whole_number_is_refused(rank):
 
 @pytest.mark.wrong_types
 def test_one_target_may_stand_for_itself():
-    assert AdapterSpec(name="a", rank=2, alpha=4, targets="up").targets == ("up",)
+    assert AdapterSpec(name="a", rank=2, alpha=4, targets="up").targets == ("up",)  # pyright: ignore[reportArgumentType]
 
 
 def test_targets_come_in_the_order_of_the_model():
@@ -45,6 +45,12 @@ def test_unknown_targets_are_told_with_a_guess_and_the_names_there_are():
     assert "did you mean 'q_proj'" in first.what
     assert "did you mean" not in second.what
     assert all(name in first.fix for name in TARGETS)
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("all", "all-linear"), ("gate", "gate_proj")])
+def test_the_beginning_of_a_target_is_told_the_whole(typed, meant):
+    with pytest.raises(ConfigError, match=f"no projection '{typed}'; did you mean '{meant}'"):
+        resolve_targets([typed])
 
 
 def test_empty_list_of_targets_is_an_error():

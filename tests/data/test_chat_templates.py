@@ -99,10 +99,13 @@ def test_without_one_conversations_are_refused_with_the_key(tmp_path, base):
 
 @pytest.mark.parametrize(("value", "part"), [("chatlm", "did you mean 'chatml'"), ("none.jinja", "No such file")])
 def test_a_template_that_is_nowhere_is_refused(tmp_path, base, value, part):
-    _, errors = examine_config(job(tmp_path, base, wrong=value))
+    config, errors = examine_config(job(tmp_path, base, wrong=value))
+    assert config is None, "rows that it would write are not looked at"
     assert [error.code for error in errors] == ["config.chat-template"]
     assert part in str(errors[0])
     assert "adapters[0]" in errors[0].where or "jobs.json" in errors[0].where
+    _, (error,) = examine_config(job(tmp_path, base, none=None), [f"data.chat_template={value}"])
+    assert error.where == f"data.chat_template={value} on the command line"
 
 
 def test_a_broken_template_names_its_adapter(tmp_path, base):
