@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from more_cases import nightly
 
-from lorafusion_jax.cli import tune
+from lorafusion_jax.cli import job_calls
 from lorafusion_jax.cli.job_calls import LayerCalls
 from lorafusion_jax.cli.tune import layer_specs
 from lorafusion_jax.config import load_config
@@ -87,19 +88,25 @@ def test_every_projection_and_every_group_of_siblings_is_tuned_once(wide_job):
     assert {(s.tokens, s.tile, s.adapters, s.rate) for s in specs} == {(256, 128, 2, 0.1)}
 
 
+def load_table(path: Path) -> store.Table:
+    table = store.load(path)
+    assert table is not None
+    return table
+
+
 def test_tune_writes_a_table_and_can_be_continued(lorafusion, wide_job, tmp_path, monkeypatch):
     keep_candidates(monkeypatch, 1, ["down", "da"])  # the next test tunes all kernels
     path, settings = tmp_path / "table.json", ("lora.targets=[o_proj]",)
     first = lorafusion("tune", wide_job, *settings, "--quick", "--out", path)
     assert first.code == 0, first.err
     assert first.last_line == f"next: lorafusion train {wide_job} --out runs/jobs"
-    table = store.load(path)
+    table = load_table(path)
     kernels = {entry.kernel for entry in table.entries}
     assert kernels == {"down", "da"}
     store.save(store.Table(device=table.device, conditions=table.conditions, entries=table.entries[:-1]), path)
     again = lorafusion("tune", wide_job, *settings, "--quick", "--out", path, "--json")
     assert again.code == 0, again.err
-    assert store.load(path).entries[:-1] == table.entries[:-1]  # kept, not measured again
+    assert load_table(path).entries[:-1] == table.entries[:-1]  # kept, not measured again
     best = json.loads(again.out)["best"]
     assert {row["kernel"] for row in best} == kernels
     assert all(row["best_us"] <= row["worst_us"] for row in best)
@@ -115,7 +122,7 @@ def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusio
     monkeypatch.setattr(arg_specs, "tuning_specs", lambda quick: small)
     monkeypatch.setattr(device, "interprets", lambda: False)
     keep_candidates(monkeypatch, 1)
-    monkeypatch.setattr(tune, "named_calls", lambda quick: [SMALL])
+    monkeypatch.setattr(job_calls, "named_calls", lambda quick: [SMALL])
     outcome = lorafusion("tune", "--quick", "--out", path)
     assert outcome.code == 0, outcome.err
     assert outcome.last_line == "next: lorafusion doctor"
@@ -123,7 +130,7 @@ def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusio
     without_dropout = ["da", "down", "triton_dx"] if 0.0 in rates else []
     assert sorted(shown) == sorted(["da", "down", "dsdb", "triton_dx", "triton_fwd", *without_dropout])
     assert "failed" not in outcome.out
-    table = store.load(path)
+    table = load_table(path)
     assert table.device == device.device_kind()
     ran = {row.call.op: set(row.median_us) for row in table.ops}
     assert {"xla", "pallas_triton"} <= ran["linear"]
@@ -131,7 +138,7 @@ def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusio
     assert outcome.out.count("default") == len(table.ops)
     again = lorafusion("tune", "--no-tiles", "--out", path, "--json")
     assert again.code == 0, again.err
-    assert store.load(path) == table  # nothing is measured twice
+    assert load_table(path) == table  # nothing is measured twice
     listed = json.loads(again.out)
     assert (listed["best"], len(listed["implementations"])) == ([], len(table.ops))
 

@@ -166,7 +166,7 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_holds_its_own_slot(
 ):
     with monkeypatch.context() as patch:
         if not roomy:
-            patch.setattr(snapshot_module, "_never_used_bytes", lambda device: 0.0)
+            patch.setattr(snapshot_module, "never_used_bytes", lambda device: 0.0)
         disk = SlowDisk(patch)
         with pytest.raises(RuntimeError, match="power cut"):
             train(config, tmp_path / "crashed", listeners=[disk])
