@@ -5,19 +5,20 @@
     python -m benchmarks.flax_model --vit --seconds 150 --out $OUT/flax_vit
     python -m benchmarks.flax_model --qwen3 --no-check --profile --variants frozen "ours 4" --out $OUT/flax_qwen3
     python -m benchmarks.flax_model --qwen3 --no-check --tune --variants frozen "ours 4" --out $OUT/flax_qwen3_tuned
+    python -m benchmarks.flax_model --vit --no-check --default-options --seconds 150 --out $OUT/flax_vit_default
     python -m benchmarks.flax_model --mesh --out $OUT/flax_model_mesh      # two GPUs, 100 s
     python -m benchmarks.flax_model --mesh --quantize fp8 nf4 --seconds 160 --out $OUT/flax_model_mesh
     JAX_NUM_CPU_DEVICES=2 python -m benchmarks.flax_model --small --mesh --quantize fp8 --out /tmp/x
 
 One GPU: a step (loss, gradients, AdamW of the adapters) with the base frozen; with one adapter by `nnx.LoRA` and, where
-it is installed, by qwix; with ours for one and four adapters. With --qwen3 the layers are those of Bonsai's Qwen3 at a
-billion parameters, and ours also runs on a base in fp8; with --vit it is ViT-L/14. Memory is what a compiled step needs
-on the device by XLA's own count, arguments included. Two GPUs: frozen and ours with four adapters, on a mesh
-of two data and of two tensor devices, and the collectives of each compiled program; with --quantize on a stored base,
-too. Results are compared with `nnx.LoRA`, on one GPU while XLA compiles. Variants are timed in turn; writes rows.jsonl,
-a row after each case. The last word of a variant may be an implementation (`ours 4 xla`); with `shared`, projections of
-one input share the reads of it. With --profile a step of each variant is profiled after the times, and its kernels are
-compared with the frozen step's. With --tune tile sizes of the layers' own shapes are measured first.
+it is installed, by qwix; with ours for one adapter of all rows and for four. With --qwen3 the layers are those of
+Bonsai's Qwen3 at a billion parameters, and ours also runs on a base in fp8; with --vit it is ViT-L/14. Memory is what a
+compiled step needs on the device by XLA's own count, arguments included. Two GPUs: frozen and ours with four adapters,
+on a mesh of two data and of two tensor devices, and the collectives of each compiled program; with --quantize on a
+stored base, too. Results are compared with `nnx.LoRA`, on one GPU while XLA compiles. Variants are timed in turn;
+writes rows.jsonl, a row after each case. The last word of a variant may be an implementation (`ours 4 xla`); with
+`shared`, projections of one input share the reads of it. With --profile a step of each variant is profiled after the
+times, and its kernels are compared with the frozen step's. --tune measures tile sizes of the layers' own shapes first.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def make_step(
         def loss(model):
             if specs is None:
                 return loss_of(model, inputs)
-            with use_adapters(specs, table, step=number, implementation=implementation):
+            rows = {"only": 0} if len(specs) == 1 else {"table": table}
+            with use_adapters(specs, **rows, step=number, implementation=implementation):
                 return loss_of(model, inputs)
 
         value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, wrt))(model)
@@ -200,8 +202,8 @@ def batch(size: Size, adapters: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(rng.integers(0, size.vocabulary, (size.examples, size.positions), dtype=np.int32)), of_example
 
 
-def options() -> dict | None:
-    return compiler_options() if jax.default_backend() == "gpu" else None
+def options(*, default: bool) -> dict | None:
+    return compiler_options() if jax.default_backend() == "gpu" and not default else None
 
 
 class Rows:
@@ -234,7 +236,7 @@ def check(rows: Rows, size: Size) -> None:
     """Loss and gradients of ours with one adapter against `nnx.LoRA` with the same A and B, on two layers."""
     small = replace(size, layers=2, examples=2, positions=min(size.positions, 256))
     make, paths, loss_of = parts_of(small)
-    inputs, table = batch(small, 1)
+    inputs, _ = batch(small, 1)
     base = make(small, nnx.Rngs(0))
     ours = apply_lora(nnx.clone(base), specs_of(1, small), targets=names_of(small))
     theirs = with_nnx_lora(nnx.clone(base), small)
@@ -251,7 +253,7 @@ def check(rows: Rows, size: Size) -> None:
         def loss(model):
             if specs is None:
                 return loss_of(model, inputs)
-            with use_adapters(specs, table, train=False):
+            with use_adapters(specs, only=0, train=False):
                 return loss_of(model, inputs)
 
         value, grads = nnx.jit(nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam)))(model)
@@ -290,12 +292,17 @@ def measure(rows: Rows, variants: list[Ready], tokens: int, **facts: Any) -> Non
 
 
 def compile_all(
-    rows: Rows, cases: dict[str, Callable[[], Made]], meanwhile: Callable[[], None] | None = None
+    rows: Rows,
+    cases: dict[str, Callable[[], Made]],
+    meanwhile: Callable[[], None] | None = None,
+    *,
+    default_options: bool = False,
 ) -> dict[str, Ready]:
     """Lowers one case after another; XLA compiles them side by side meanwhile. Each runs once.
 
     Args:
         meanwhile: is called while XLA compiles.
+        default_options: XLA's own.
     """
     begun, ready = [], {}
     with ThreadPoolExecutor(max_workers=len(cases)) as pool:
@@ -305,7 +312,7 @@ def compile_all(
                 start = time.perf_counter()
                 variant, arguments, lowered = make()
                 rows.add(case="lowered", variant=name, seconds=round(time.perf_counter() - start, 1))
-                return name, variant, arguments, pool.submit(lowered.compile, options())
+                return name, variant, arguments, pool.submit(lowered.compile, options(default=default_options))
 
             if (made := rows.attempt(f"lower {name}", lower, compiles=True)) is not None:
                 begun.append(made)
@@ -380,7 +387,9 @@ def tune_layers(rows: Rows, size: Size, path: Path) -> None:
     rows.add(case="tuned", entries=len(table.entries), seconds=round(time.perf_counter() - began, 1))
 
 
-def one_gpu(rows: Rows, size: Size, names: list[str], *, checks: bool, profiled: bool = False) -> None:
+def one_gpu(
+    rows: Rows, size: Size, names: list[str], *, checks: bool, profiled: bool = False, default_options: bool = False
+) -> None:
     inputs, table = batch(size, 4)
     base = parts_of(size)[0](size, nnx.Rngs(0))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(base, nnx.Param)))
@@ -395,7 +404,8 @@ def one_gpu(rows: Rows, size: Size, names: list[str], *, checks: bool, profiled:
         return variant, arguments, variant.lower(*arguments)
 
     compare = partial(rows.attempt, "check", partial(check, rows, size)) if checks else None
-    ready = compile_all(rows, {name: partial(make, name) for name in names}, compare)
+    cases = {name: partial(make, name) for name in names}
+    ready = compile_all(rows, cases, compare, default_options=default_options)
     measure(rows, list(ready.values()), size.examples * size.positions, parameters=parameters)
     if profiled:
         rows.attempt(
@@ -456,6 +466,7 @@ def main() -> int:
     )
     parser.add_argument("--profile", action="store_true", help="of one GPU: the kernels of a step of each variant")
     parser.add_argument("--tune", action="store_true", help="of one GPU: measure tile sizes of these layers first")
+    parser.add_argument("--default-options", action="store_true", help="of one GPU: XLA's own, with Triton's products")
     parser.add_argument("--layers", type=int, help="fewer compile sooner")
     parser.add_argument("--no-check", action="store_true", help="where the results were compared in another run")
     parser.add_argument("--seconds", type=float, default=100, help="no variant is compiled after three quarters of it")
@@ -472,7 +483,15 @@ def main() -> int:
         rows.attempt("check", lambda: check(rows, size))
     if args.tune:
         rows.attempt("tune", lambda: tune_layers(rows, size, args.out / "tiles.json"))
-    one = partial(one_gpu, rows, size, names, checks=not args.no_check, profiled=args.profile)
+    one = partial(
+        one_gpu,
+        rows,
+        size,
+        names,
+        checks=not args.no_check,
+        profiled=args.profile,
+        default_options=args.default_options,
+    )
     rows.attempt("steps", lambda: two_gpus(rows, size, args.quantize) if args.mesh else one())
     return 0
 

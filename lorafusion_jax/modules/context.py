@@ -79,6 +79,7 @@ class LoRAContext:
         tile: rows per entry, if an entry is neither an example nor a row.
         implementation: passed to `pallas_kernels`.
         drops_columns: whether dropout reaches the frozen product of an adapter, see `AdapterSpec`.
+        only: number of the adapter of all rows, if that is known while tracing: no row is then looked up or selected.
 
     >>> specs = [AdapterSpec(name="law", rank=8, alpha=16), AdapterSpec(name="med", rank=4, alpha=4)]
     >>> LoRAContext.of(specs, [0, 1, 1, -1]).scale.tolist()
@@ -95,6 +96,7 @@ class LoRAContext:
     known_ranks: tuple[int, ...] | None = field(default=None, metadata={"static": True})
     traced_ranks: Any = None
     drops_columns: bool = field(default=False, metadata={"static": True})
+    only: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def of(
@@ -145,6 +147,7 @@ class LoRAContext:
             tile=tile,
             implementation=implementation,
             drops_columns=bool(dropout_fields) and any(spec.drops_columns for spec in adapters),
+            only=table if only is not None and isinstance(table, int) and table >= 0 else None,
             **dropout_fields,
         )
 

@@ -88,17 +88,13 @@ def lora_product(
             "under jax.vmap every example would draw the same dropout.",
             fix="use_adapters(specs, …, step=step, examples=NUMBER), with the number of the example mapped, too",
         )
-    table, dropout = context.at_rows(rows, site)
+    table, chosen, options = _rows_of(context, rows, site)
     y = multi_lora_linear(
         x.reshape(*rows, part.w_KN.shape[0]),
         part.w_KN,
-        part.bank.a_AKC,
-        part.bank.b_ACN,
-        tile_adapter=table,
-        scale=context.scale,
-        ranks=context.ranks,
-        dropout=dropout,
-        implementation=context.implementation,
+        part.bank.a_AKC[chosen],
+        part.bank.b_ACN[chosen],
+        **options,
         out_sharding=result.flat(len(rows)),
         preferred_element_type=None if result.dtype == x.dtype else result.dtype,
     )
@@ -110,18 +106,32 @@ def lora_products(x: Array, inside: int, parts: Sequence[Operands], context: LoR
     rows = x.shape[: x.ndim - inside]
     if 0 in rows:
         return [jnp.zeros((*rows, *part.free), x.dtype) for part in parts]
-    table, _ = context.at_rows(rows, 0)
+    table, chosen, options = _rows_of(context, rows, 0)
     ys = multi_lora_linears(
         x.reshape(*rows, parts[0].w_KN.shape[0]),
         [part.w_KN for part in parts],
-        [part.bank.a_AKC for part in parts],
-        [part.bank.b_ACN for part in parts],
-        tile_adapter=table,
-        scale=context.scale,
-        ranks=context.ranks,
-        implementation=context.implementation,
+        [part.bank.a_AKC[chosen] for part in parts],
+        [part.bank.b_ACN[chosen] for part in parts],
+        **options | {"dropout": None},
     )
     return [part.bank.finish(y, table, None).reshape(*rows, *part.free) for part, y in zip(parts, ys, strict=True)]
+
+
+def _rows_of(context: LoRAContext, rows: Sequence[int], site: Any) -> tuple[Array, slice, dict[str, Any]]:
+    """The table of some rows, the adapters of which a product needs A and B, and what else the ops take of a context.
+
+    An adapter of all rows is alone in its product, which needs no table.
+    """
+    table, dropout = context.at_rows(rows, site)
+    options = {"tile_adapter": table, "scale": context.scale, "ranks": context.ranks, "dropout": dropout}
+    options["implementation"] = context.implementation
+    if context.only is None:
+        return table, slice(None), options
+    chosen = slice(context.only, context.only + 1)
+    if dropout is not None:
+        options["dropout"] = replace(dropout, rate=dropout.rate[chosen], key=dropout.key[chosen])
+    ranks = None if context.ranks is None else context.ranks[chosen]
+    return table, chosen, options | {"tile_adapter": None, "scale": context.scale[chosen], "ranks": ranks}
 
 
 def expert_products(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_lowering import H200, chosen_kernels
 from drawn_models import draw_module
 from flax import nnx
 from host_arrays import filled, normal, on_device
@@ -71,6 +72,41 @@ def test_only_is_a_table_of_one_adapter(x):
     np.testing.assert_array_equal(run(model, x, PLAIN, only=-1), run(model, x, PLAIN, [-1] * 8))
     with pytest.raises(ConfigError, match=r"one of \[law, med\]"):
         run(model, x, PLAIN, only="lay")
+
+
+def test_only_trains_its_adapter_as_a_table_does_and_no_other(x):
+    model = model_of(DROPPING)
+
+    def gradients(**rows):
+        def loss(model):
+            with use_adapters(DROPPING, step=3, **rows):
+                return (model.up(x) ** 2).sum()
+
+        grads = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+        return [np.asarray(grads["up"][name][...]) for name in ("lora_a", "lora_b")]
+
+    for only, number in (("law", 0), ("med", 1)):
+        for mine, expected in zip(gradients(only=only), gradients(table=[number] * 8), strict=True):
+            np.testing.assert_allclose(mine[number], expected[number], rtol=1e-4, atol=1e-4)
+            assert np.any(mine[number])
+            assert not np.any(mine[1 - number])
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_kernels_serve_one_adapter_whatever_the_rows_of_an_example(implementation):
+    specs = [AdapterSpec(name=name, rank=16, alpha=32) for name in ("law", "med")]
+    kind = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    model = apply_lora(nnx.Linear(1024, 1024, **kind), specs, targets=".*")
+
+    def kernels(**rows):
+        def forward(x):
+            with use_adapters(specs, **rows, train=False, implementation=implementation):
+                return model(x)
+
+        return sum(chosen_kernels(H200, forward, jax.ShapeDtypeStruct((64, 257, 1024), jnp.bfloat16)))
+
+    assert (kernels(only="med") > 0) == (implementation is None)
+    assert kernels(table=[1] * 64) == 0  # each example is a tile of 257 rows
 
 
 @pytest.mark.parametrize("options", [{}, {"table": [0] * 8, "only": "law"}])
