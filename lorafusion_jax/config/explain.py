@@ -112,7 +112,13 @@ def _expectation(detail) -> str:
     pattern = EXPECTED.get(detail["type"])
     if detail["type"] == "value_error":  # from a validator of the schema
         return str(detail["ctx"]["error"])
-    return f"{pattern.format(**detail.get('ctx', {}))}, not {value}" if pattern else detail["msg"]
+    bounds = {name: _whole(bound) for name, bound in detail.get("ctx", {}).items()}
+    return f"{pattern.format(**bounds)}, not {value}" if pattern else detail["msg"]
+
+
+def _whole(bound: object) -> object:
+    """A whole bound without a point, as it is written; pydantic 2.10 gives those of floats as floats."""
+    return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
 
 
 def _without_quotes(detail) -> str:
