@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel
 
-from lorafusion_jax.config.key_places import right_place
+from lorafusion_jax.config.key_places import SWEPT, right_place
 from lorafusion_jax.config.other_programs import advice, value_advice
 from lorafusion_jax.config.read import Keys, Source, dotted
 from lorafusion_jax.errors import ConfigError, did_you_mean
@@ -97,12 +97,13 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
     typed = source.typed(keys)
     problem = detail.get("ctx", {}).get("error")
     hint = advice(problem.key) if isinstance(problem, UnknownOption) else ""
+    example = example or _as_list(keys, detail["input"])
     hint = hint or value_advice(".".join(str(key) for key in keys[-2:]), detail["input"])
     return ConfigError(
         "config.override" if typed else "config.value",
         f"'{dotted(keys)}' must be {expected}.",
         where=source.where(keys),
-        fix=hint or (f"e.g. {dotted(keys)}{'=' if typed else ': '}{example}" if example else ""),
+        fix=hint or (f"e.g. {_as_typed(keys, typed)}{'=' if typed else ': '}{example}" if example else ""),
     )
 
 
@@ -116,6 +117,12 @@ def _expectation(detail) -> str:
     return f"{pattern.format(**bounds)}, not {value}" if pattern else detail["msg"]
 
 
+def _as_typed(keys: Keys, typed: str) -> str:
+    """A key as the command line had it, which names an adapter and has no numbers."""
+    text = typed.partition("=")[0]
+    return text if text.rpartition(".")[2] == keys[-1] else dotted(keys)
+
+
 def _whole(bound: object) -> object:
     """A whole bound without a point, as it is written; pydantic 2.10 gives those of floats as floats."""
     return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
@@ -127,6 +134,14 @@ def _without_quotes(detail) -> str:
     if detail["type"] != "value_error" or not isinstance(text, str):
         return ""
     return text.strip() if _NUMBER.fullmatch(text.strip()) else ""
+
+
+def _as_list(keys: Keys, value: object) -> str:
+    """The list that several numbers stand for, in a section of which a list makes an adapter per value; else empty."""
+    numbers = value.replace(",", " ").split() if isinstance(value, str) else []
+    are_numbers = all(re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", number, re.IGNORECASE) for number in numbers)
+    is_swept = keys[-1] == "global_samples" or any(key in SWEPT and key != "batch" for key in keys[-2:])
+    return f"[{','.join(numbers)}]" if len(numbers) > 1 and are_numbers and is_swept else ""
 
 
 def _fields(model: type[BaseModel], location: Keys) -> list[str]:

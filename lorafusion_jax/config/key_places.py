@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from lorafusion_jax.config.read import Keys
 from lorafusion_jax.config.schema import ADAPTER_KEYS, DEFAULTS, SHARED, SINGLE_DEFAULTS
 
+# A list makes an adapter per value. Not of `data`, where a list is an error.
+SWEPT = ("lora", "optim", "objective", "batch", "epochs", "seed")
+
 
 def right_place(keys: Keys, value: object = None) -> str:
     """Says where a misplaced key belongs; empty if no section has it.

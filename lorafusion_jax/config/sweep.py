@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, TypeGuard
 
+from lorafusion_jax.config.key_places import SWEPT
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.values import as_number
@@ -21,7 +22,6 @@ from lorafusion_jax.objective.choose import objective, unknown_objective
 
 MOST_ADAPTERS = 4096  # of one run
 
-SWEPT = ("lora", "optim", "objective", "batch", "epochs", "seed")  # not `data`, where a list is an error
 LISTS_BY_NATURE = {  # never a sweep
     *(("lora", key) for key in ("targets", "layers_to_transform", "exclude", "trainable_tokens")),
     *(("lora", "trainable_tokens", module) for module in ("embed_tokens", "lm_head")),

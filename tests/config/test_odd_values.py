@@ -8,16 +8,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
 from lorafusion_jax.config import schema
+from lorafusion_jax.config.key_places import SWEPT
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source
 from lorafusion_jax.config.schema import DEFAULTS, SHARED, SINGLE_DEFAULTS
-from lorafusion_jax.config.sweep import LISTS_BY_NATURE, SWEPT
+from lorafusion_jax.config.sweep import LISTS_BY_NATURE
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.objective.table import OBJECTIVES
 
@@ -213,6 +215,21 @@ def test_options_of_objectives_follow_the_same_rule(name):
 )  # fmt: skip
 def test_messages_say_what_is_meant(key, value, text):
     assert text in complaint(key, value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("optim.lr=1e-4,2e-4", "optim.lr=[1e-4,2e-4]"),
+        ("adapters.law.lora.rank=4 8", "adapters.law.lora.rank=[4,8]"),
+        ("batch.global_samples=4,8", "batch.global_samples=[4,8]"),
+        ("adapters.law.lora.rank='16'", "adapters.law.lora.rank=16"),
+    ],
+)
+def test_a_fix_of_what_was_typed_can_be_typed(typed, fix):
+    with pytest.raises(LoraFusionError, match=re.escape(f"fix: e.g. {fix}")):
+        parse_config(Source(path=Path("jobs.yaml"), values=copy.deepcopy(JOB)), [typed])
+    parse_config(Source(path=Path("jobs.yaml"), values=copy.deepcopy(JOB)), [fix])
 
 
 def test_no_key_has_a_type_that_converts():
