@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ class Process(NamedTuple):
     folder: str
     umask: int
     users: tuple[int, int]
+    import_path: tuple[str, ...]
     variables: dict[str, str]
     handlers: dict[int, Any]
     log_level: int
@@ -34,6 +36,7 @@ def read_process() -> Process:
         folder=os.getcwd(),
         umask=mask,
         users=(os.geteuid(), os.getegid()),
+        import_path=tuple(sys.path),
         variables={name: value for name, value in os.environ.items() if not name.startswith(OF_PYTEST)},
         handlers={number: signal.getsignal(number) for number in SIGNALS},
         log_level=logging.getLogger().level,
@@ -59,6 +62,7 @@ def put_back(before: Process) -> None:
     os.umask(before.umask)
     os.seteuid(before.users[0])
     os.setegid(before.users[1])
+    sys.path[:] = before.import_path
     for name in read_process().variables.keys() - before.variables.keys():
         del os.environ[name]
     os.environ.update(before.variables)

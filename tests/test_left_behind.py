@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -27,12 +28,21 @@ def test_nothing_changed_has_no_name(before):
     [
         (lambda: os.chdir("/"), "folder"),
         (lambda: os.umask(0o077), "umask"),
+        (lambda: sys.path.pop(), "import_path"),
         (lambda: os.environ.__setitem__("LEFT_HERE", "1"), "variables: LEFT_HERE"),
         (lambda: os.environ.pop("HOME"), "variables: HOME"),
         (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), f"handlers: {signal.SIGUSR1}"),
         (lambda: logging.getLogger().setLevel(logging.DEBUG), "log_level"),
     ],
-    ids=["folder", "umask", "a new variable", "a variable that is gone", "a handler", "the level of logs"],
+    ids=[
+        "folder",
+        "umask",
+        "the path of imports",
+        "a new variable",
+        "a variable that is gone",
+        "a handler",
+        "the level of logs",
+    ],
 )
 def test_a_change_is_named_and_put_back(before, change, named):
     change()

@@ -17,10 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def reads(monkeypatch):
+def reads(monkeypatch, tmp_path):
     """How often installed packages were read. Other tests write into the folders of the repository meanwhile."""
     outside = [path for path in sys.path if "site-packages" in path or not Path(path).resolve().is_relative_to(ROOT)]
-    monkeypatch.setattr(sys, "path", outside)
+    monkeypatch.syspath_prepend(str(tmp_path))  # keeps the path, which its undo puts back
+    sys.path[:] = outside
     readings = []
     monkeypatch.setattr(plugins, "entry_points", lambda: readings.append(1) or importlib.metadata.entry_points())
     return readings
