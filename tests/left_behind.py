@@ -82,9 +82,10 @@ class LeftBehind:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item):
+        import_path = tuple(sys.path)
         yield
-        if self.before is None:  # after the set-ups of a session, which last
-            self.before = read_process()
+        if self.before is None:  # after the set-ups of a session, which last; the path of imports is only of tests
+            self.before = read_process()._replace(import_path=import_path)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None):
