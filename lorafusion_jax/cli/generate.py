@@ -125,9 +125,7 @@ def command(
 
     generator, prompt_rows = TextGenerator(generation_source), [row for entry in file_rows for row in entry.rows]
     others = dict.fromkeys(column for entry in file_rows for column in entry.others)
-    notes = _note("change no answer, and go with it", others)
-    notes += _note("of messages are not in the chat template", generator.unread_keys(prompt_rows))
-    warn(errors_to(), notes)
+    warn(errors_to(), _notes(others, generator.unread_keys(prompt_rows)))
     answers = generator(prompt_rows, raw=raw, system=system)
     columns_of_rows = [entry.others for entry in file_rows for _ in entry.rows]
     rows = [_row(text, columns) for text, columns in zip(answers, columns_of_rows, strict=True)]
@@ -145,8 +143,9 @@ def command(
         next_command(console, f"lorafusion chat {source}")
 
 
-def _note(fact: str, names: Collection[str]) -> list[str]:
-    return [f"{', '.join(map(repr, names))} {fact}"] if names else []
+def _notes(columns: Collection[str], keys: Collection[str]) -> list[str]:
+    facts = {"change no answer, and go with it": columns, "of messages are not in the chat template": keys}
+    return [f"{', '.join(map(repr, names))} {fact}" for fact, names in facts.items() if names]
 
 
 def _row(generated: Any, more: dict[str, Any]) -> dict[str, Any]:
