@@ -237,8 +237,8 @@ def common_rank(ranks: Sequence[int]) -> int | None:
 
 def _unknown(name: str, available: Sequence[str]) -> ConfigError:
     names = [ALL_LINEAR, *available]
-    begun = [known for known in names if name and known.startswith(name)]  # "all", and "q"
-    near = f"did you mean '{begun[0]}'?" if begun else did_you_mean(name, names)
+    completions = [target for target in names if name and target.startswith(name)]  # of "all", and of "q"
+    near = f"did you mean '{completions[0]}'?" if completions else did_you_mean(name, names)
     return ConfigError(
         "lora.unknown-target",
         f"there is no projection '{name}'" + (f"; {near}" if near else "."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +10,7 @@ from typing import Any
 
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.digests import digest_of
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.peft.read_config import CONFIG_FILE
 from lorafusion_jax.peft.settings import TENSOR_FILE
@@ -135,7 +135,7 @@ def _scoring_files(adapter: AdapterConfig, names: Collection[str]) -> Iterator[s
 
 def _digest(file: Path) -> str:
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return digest_of(file.resolve())
     except OSError:
         return ""
 

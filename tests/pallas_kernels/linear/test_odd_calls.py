@@ -150,5 +150,7 @@ def test_memory_of_an_entry_per_row_grows_with_the_rows():
         assert memory is not None
         return memory.temp_size_in_bytes
 
-    for rows, adapters in ((512, 8), (1024, 8), (512, 512)):  # 5.1 arrays; XLA of jax 0.11 copies tiles of one row: 6.1
-        assert temporaries(rows, adapters) < 7 * rows * 256 * 4, "a few arrays of the size of the input"
+    copies = jax.__version_info__ < (0, 12)  # XLA of jax 0.11 copies tiles of one row: 6.1 arrays, not 5.1
+    for rows, adapters in ((512, 8), (1024, 8), (512, 512)):
+        most = (6 + copies) * rows * 256 * 4
+        assert temporaries(rows, adapters) < most, "a few arrays of the size of the input"
