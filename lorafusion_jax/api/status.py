@@ -162,17 +162,22 @@ def runs_in(folder: Path) -> list[dict]:
 
 
 def runs_screen(runs: list[dict]) -> Table:
-    """Returns the table of `runs_in`."""
+    """Returns the table of `runs_in`; its last columns are shown where a run has something in them."""
     table = plain_table(("run", "state"), ("done", "adapters", "eta", "last news"))
-    table.add_column("best", no_wrap=True)
-    for run in runs:
+    bests = [
+        ", ".join(f"{name} {loss_text(run['adapters'][name]['value'])}" for name in run.get("best", ())) for run in runs
+    ]
+    notes = [escape(run.get("phase") or run["reason"]) for run in runs]
+    columns = {title: texts for title, texts in {"best": bests, "note": notes}.items() if any(texts)}
+    for title in columns:
+        table.add_column(title, no_wrap=title == "best")
+    for run, *last in zip(runs, *columns.values(), strict=True):
         state = f"[{STATES.get(run['state'], 'bold')}]{run['state']}[/]"
         if "adapters" not in run:
-            table.add_row(Path(run["run"]).name, state, *["–"] * 4, escape(run["reason"]))
+            table.add_row(Path(run["run"]).name, state, *["–"] * 4, *last)
             continue
         progress = f"{run['slot'] / run['slots']:.0%}" if run["slots"] else "–"
         trains = run["state"] == "running" and run["phase"] is None and run["eta_s"] is not None
-        best = ", ".join(f"{name} {loss_text(run['adapters'][name]['value'])}" for name in run["best"])
         table.add_row(
             Path(run["run"]).name,
             state,
@@ -180,7 +185,7 @@ def runs_screen(runs: list[dict]) -> Table:
             str(len(run["adapters"])) if run["adapters"] else "–",
             duration(run["eta_s"]) if trains else "–",
             f"{duration(run['last_news_s'])} ago",
-            best or escape(run["phase"] or run["reason"]),
+            *last,
         )
     return table
 

@@ -29,7 +29,9 @@ def _group() -> None:
 def preview(
     jobs: JobFile,
     overrides: Overrides = None,
-    adapter: Annotated[str | None, typer.Option(metavar="ADAPTER", help="name of the adapter; default all")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="ADAPTER", help="name of the adapter", show_default="all")
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="rows per adapter")] = 3,
     as_json: Json = False,
 ) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def command(
     out_dir: Annotated[
-        Path | None, typer.Option("--out", "-o", help="run folder; default runs/demo, runs/demo-2, …")
+        Path | None, typer.Option("--out", "-o", help="run folder", show_default="runs/demo, runs/demo-2, …")
     ] = None,
 ) -> int:
     """Trains five adapters of a tiny model on the CPU: plan, train, evaluate, export, verify.

@@ -34,8 +34,8 @@ def command(
         Path | None,
         typer.Argument(
             metavar="JOBS",
-            help="job file whose ops are looked at; default: a layer of Llama-3.1-8B with four adapters",
-            show_default=False,
+            help="job file whose ops are looked at",
+            show_default="a layer of Llama-3.1-8B with four adapters",
         ),
     ] = None,
     overrides: Overrides = None,

@@ -43,9 +43,9 @@ def command(
     ] = None,
     all_adapters: Annotated[bool, typer.Option("--all", help="every adapter, to TO/NAME")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="write the full model with the adapter merged in")] = False,
-    step: Annotated[int | None, typer.Option(help="exported step; default the newest")] = None,
+    step: Annotated[int | None, typer.Option(help="exported step", show_default="the newest")] = None,
     best: Annotated[bool, typer.Option("--best", help="the step with the best held-out result")] = False,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default float32, as trained")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16", show_default="float32, as trained")] = None,
     push: Annotated[
         str | None, typer.Option(help="ORG/NAME on the hub, for the written folder; needs the hf extra")
     ] = None,

@@ -28,19 +28,22 @@ Adapters = Annotated[
     typer.Option(
         "--adapter", "-a",
         metavar="ADAPTER",
-        help="adapter of the run, NAME=FOLDER for a PEFT folder, or base for the base alone; repeatable "
-        "[default: all of the run]",
+        help="adapter of the run, NAME=FOLDER for a PEFT folder, or base for the base alone; repeatable",
+        show_default="all of the run",
     ),
 ]  # fmt: skip
 Base = Annotated[str | None, typer.Option(help="another folder of the base model", rich_help_panel="Model")]
 Dtype = Annotated[
-    str | None, typer.Option(help="bfloat16 or float32 [default: of the run, else bfloat16]", rich_help_panel="Model")
+    str | None,
+    typer.Option(help="bfloat16 or float32", show_default="of the run, else bfloat16", rich_help_panel="Model"),
 ]
 Quantize = Annotated[
-    str | None, typer.Option(help="none, fp8, int8 or nf4 [default: of the run or adapter]", rich_help_panel="Model")
+    str | None,
+    typer.Option(help="none, fp8, int8 or nf4", show_default="of the run or adapter", rich_help_panel="Model"),
 ]
 Step = Annotated[
-    int | None, typer.Option(help="exported step of a run's adapters [default: the newest]", rich_help_panel="Model")
+    int | None,
+    typer.Option(help="exported step of a run's adapters", show_default="the newest", rich_help_panel="Model"),
 ]
 Best = Annotated[
     bool, typer.Option("--best", help="the step of each adapter with the best held-out result", rich_help_panel="Model")

@@ -36,13 +36,15 @@ def command(
     base_name: Annotated[
         str | None, typer.Option("--base", help="for Ollama: its name of the base, if --gguf is an adapter")
     ] = None,
-    name: Annotated[str | None, typer.Option("--as", help="its name in the server [default: the adapter's]")] = None,
+    name: Annotated[
+        str | None, typer.Option("--as", help="its name in the server", show_default="the adapter's")
+    ] = None,
     path: Annotated[
-        str | None, typer.Option(help="the adapter's folder as the server sees it [default: that of the run]")
+        str | None, typer.Option(help="the adapter's folder as the server sees it", show_default="that of the run")
     ] = None,
     prompt: Annotated[str, typer.Option(help="what it is asked once it is loaded")] = "Hello",
     max_tokens: Annotated[int, typer.Option(min=1, help="of the answer")] = 64,
-    step: Annotated[int | None, typer.Option(help="exported step [default: the newest]")] = None,
+    step: Annotated[int | None, typer.Option(help="exported step", show_default="the newest")] = None,
     key_file: Annotated[Path | None, typer.Option(help="file with the server's API key")] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="for each answer of the server")] = 120.0,
 ) -> None:

@@ -34,6 +34,7 @@ from lorafusion_jax.signals import INTERRUPTED, stop_signals
 
 TYPES = {"str": "TEXT", "int": "INTEGER", "float": "NUMBER", "path": "PATH", "file": "FILE"}
 _TYPE = re.compile(r" <(?:list\[)?([^\[\]<>]*?)(?: range)?\]?>")
+_DEFAULT_IN_WORDS = re.compile(r"\[default: \((.*?)\)(?=[;\]])")  # `show_default="the newest"` of an option
 
 
 def _value_names(option: str) -> str:
@@ -59,9 +60,10 @@ class Sections:
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if (row := parameter.get_help_record(ctx)) is not None:
-                kind, row = "Options", (_value_names(row[0]), row[1])
+                text = _DEFAULT_IN_WORDS.sub(r"[default: \1", row[1])
+                kind, row = "Options", (_value_names(row[0]), text)
                 if parameter.param_type_name == "argument":
-                    kind, row = "Arguments", (parameter.metavar, row[1])
+                    kind, row = "Arguments", (parameter.metavar, text)
                 sections.setdefault(parameter.rich_help_panel or kind, []).append(row)
         for name, command in getattr(self, "commands", {}).items():
             text = self.get_command(ctx, name).help.split("\n\n")[0]

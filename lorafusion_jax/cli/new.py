@@ -39,7 +39,9 @@ def command(
         Literal["answers", "preferences", "compare"] | None,
         typer.Option(help="; ".join(f"{name}: {meaning}" for name, meaning in GOALS.items())),
     ] = None,
-    held_out: Annotated[str | None, typer.Option("--eval", help="held-out rows [default: a share of the rows]")] = None,
+    held_out: Annotated[
+        str | None, typer.Option("--eval", help="held-out rows", show_default="a share of the rows")
+    ] = None,
     to: Annotated[Path, typer.Option("--out", "-o", help="the new job file")] = Path("jobs.yaml"),
 ) -> None:
     """Writes a job file for your data: asks for base, rows and goal, reads them, and checks the job.

@@ -28,11 +28,11 @@ PANEL = "Predictions"
 Device = Annotated[
     Literal["h200", "h100", "a100-40gb", "a100", "l40s", "a6000", "rtx6000-ada", "cpu"] | None,
     typer.Option(
-        help="device for predictions; default that of this machine, which the plan names", rich_help_panel=PANEL
+        help="device for predictions", show_default="that of this machine, which the plan names", rich_help_panel=PANEL
     ),
 ]
 DeviceMemory = Annotated[
-    float | None, typer.Option(min=0, help="GiB per device; default by device", rich_help_panel=PANEL)
+    float | None, typer.Option(min=0, help="GiB per device", show_default="by device", rich_help_panel=PANEL)
 ]
 CostFile = Annotated[
     Path | None,
@@ -49,10 +49,10 @@ Processes = Annotated[
 ]
 LinkGB = Annotated[
     float | None,
-    typer.Option(min=0.001, help="GB/s that a host sends to another; default by device", rich_help_panel=PANEL),
+    typer.Option(min=0.001, help="GB/s that a host sends to another", show_default="by device", rich_help_panel=PANEL),
 ]
 LinkMicroseconds = Annotated[
-    float | None, typer.Option(min=0, help="latency between hosts in µs; default 200", rich_help_panel=PANEL)
+    float | None, typer.Option(min=0, help="latency between hosts in µs", show_default="200", rich_help_panel=PANEL)
 ]
 
 

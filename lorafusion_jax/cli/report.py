@@ -18,7 +18,9 @@ WATCH_S = 10
 
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders, shown over each other")],
-    to: Annotated[Path | None, typer.Option("--out", "-o", help="an .html file [default: report.html in RUN]")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--out", "-o", help="an .html file", show_default="report.html in RUN")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="write the page every ten seconds until all runs end")] = False,
     as_json: Json = False,
 ) -> None:

@@ -90,15 +90,14 @@ def command(
         Path | None,
         typer.Argument(
             metavar="JOBS",
-            help="job file, YAML or TOML, for the layers of its base model; default: shapes of the kernel benchmark"
-            " and a layer of Llama-3.1-8B",
-            show_default=False,
+            help="job file, YAML or TOML, for the layers of its base model",
+            show_default="shapes of the kernel benchmark and a layer of Llama-3.1-8B",
         ),
     ] = None,
     overrides: Overrides = None,
     table: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="output file; default this machine's table, which runs use"),
+        typer.Option("--out", "-o", help="output file", show_default="this machine's table, which runs use"),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="a third of the candidates; without a job file only 8192 tokens")

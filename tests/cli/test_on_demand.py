@@ -6,6 +6,8 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -122,12 +124,27 @@ def test_names_of_arguments_and_values_follow_one_rule(line, capsys):
         assert re.fullmatch(rf"({NAME})?|(\w[\w-]*\|)+[\w-]+|/ --[\w-]+", value), row
 
 
-def test_what_is_one_thing_has_one_name():
+def parameters_of_commands() -> Iterator[tuple[list[str], Any]]:
     for line in command_lines():
         command = imported(line[0], COMMANDS[line[0]])
         for parameter in (command if len(line) == 1 else command.commands[line[1]]).params:
-            assert parameter.metavar == ONE_NAME.get(parameter.opts[0].lstrip("-"), parameter.metavar), line
-            assert parameter.param_type_name == "option" or parameter.metavar, line
+            yield line, parameter
+
+
+def test_a_default_stands_where_every_default_stands(capsys):
+    """In brackets behind the text, also where it is no value: `show_default="the newest"`."""
+    for line, parameter in parameters_of_commands():
+        assert "default" not in (getattr(parameter, "help", None) or ""), (line, parameter.name)
+    assert run(["generate", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "[default: the newest]" in shown
+    assert "[default: 128]" in shown
+
+
+def test_what_is_one_thing_has_one_name():
+    for line, parameter in parameters_of_commands():
+        assert parameter.metavar == ONE_NAME.get(parameter.opts[0].lstrip("-"), parameter.metavar), line
+        assert parameter.param_type_name == "option" or parameter.metavar, line
 
 
 @pytest.mark.parametrize(

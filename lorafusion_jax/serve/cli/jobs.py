@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Jobs of a service that `lorafusion serve` runs.")
 Url = Annotated[str, typer.Option(metavar="URL", help="address of the service")]
-Key = Annotated[Path | None, typer.Option("--key-file", help="file with the key; default ~/.config/lorafusion/key")]
+Key = Annotated[
+    Path | None, typer.Option("--key-file", help="file with the key", show_default="~/.config/lorafusion/key")
+]
 Name = Annotated[str, typer.Argument(metavar="JOB", help="id of the job")]
 KEY = re.compile(rb"tml-lf_[a-z2-7]{8}_[A-Za-z0-9_-]{43}")
 LOCAL = "http://127.0.0.1:7070"
@@ -34,9 +36,11 @@ LOCAL = "http://127.0.0.1:7070"
 @app.command()
 def submit(
     jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="job file; each of its adapters becomes a job")],
-    base: Annotated[str | None, typer.Option(help="name of the base; default the folder's name in the file")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="name of the base", show_default="the folder's name in the file")
+    ] = None,
     priority: Annotated[
-        int | None, typer.Option(min=-100, max=100, help="higher ones are placed first; default the file's")
+        int | None, typer.Option(min=-100, max=100, help="higher ones are placed first", show_default="the file's")
     ] = None,
     url: Url = LOCAL,
     key_file: Key = None,

@@ -29,7 +29,7 @@ Weight = Annotated[float, typer.Option("--most-weight", help="largest weight tha
 @app.command()
 def add(
     owner: Annotated[str, typer.Argument(metavar="OWNER", help="who the key belongs to")],
-    scope: Annotated[list[str] | None, typer.Option(help="what it may do; default all but admin")] = None,
+    scope: Annotated[list[str] | None, typer.Option(help="what it may do", show_default="all but admin")] = None,
     admin: Annotated[bool, typer.Option("--admin", help="everything, also what belongs to others")] = False,
     days: Annotated[float | None, typer.Option(min=0.001, help="how long it is valid")] = None,
     share: Share = 1.0,

@@ -37,16 +37,20 @@ SessionSettings = Annotated[
 Bases = Annotated[list[str] | None, typer.Option(help="base model, FOLDER or NAME=FOLDER")]
 Home = Annotated[
     Path | None,
-    typer.Option(help="folder of the database, data, jobs and adapters [default: service; of --demo: a new one]"),
+    typer.Option(help="folder of the database, data, jobs and adapters", show_default="service; of --demo: a new one"),
 ]
 PlaceCounts = Annotated[
     str | None,
     typer.Option(
-        help=f"places of a session, RANK:NUMBER,… or KIND:RANK:NUMBER [default: {PLACES}; of --demo: {DEMO_PLACES}]"
+        help="places of a session, RANK:NUMBER,… or KIND:RANK:NUMBER",
+        show_default=f"{PLACES}; of --demo: {DEMO_PLACES}",
     ),
 ]
 Policy = Annotated[
-    str | None, typer.Option(help="who decides which jobs train together; default ours with several bases or GPUs")
+    str | None,
+    typer.Option(
+        help="who decides which jobs train together", show_default="one-session; ours with several bases or GPUs"
+    ),
 ]
 Gpus = Annotated[int, typer.Option(min=0, max=1024, help="GPUs of this machine or cluster, for the policy; 0: the CPU")]
 GpuMemory = Annotated[float, typer.Option(min=1, help="memory of each GPU")]
@@ -64,18 +68,22 @@ TrainingApi = Annotated[
 ]
 JobsShare = Annotated[
     float | None,
-    typer.Option(min=0.001, max=1000, help="weight of all jobs beside each owner of the training API; default 0.5"),
+    typer.Option(
+        min=0.001, max=1000, help="weight of all jobs beside each owner of the training API", show_default="0.5"
+    ),
 ]
 YieldSeconds = Annotated[
-    float | None, typer.Option(min=0, help="seconds in its place before a job leaves it to another; default 60")
+    float | None, typer.Option(min=0, help="seconds in its place before a job leaves it to another", show_default="60")
 ]
 SamplingShare = Annotated[
     float | None,
-    typer.Option(min=0.01, max=0.99, help="of the time for samples while training waits, too; default 0.5"),
+    typer.Option(min=0.01, max=0.99, help="of the time for samples while training waits, too", show_default="0.5"),
 ]
 SamplerPlaces = Annotated[
     str | None,
-    typer.Option(help="adapters sampled from at a time, NUMBER or RANK:NUMBER with the largest rank; default 16"),
+    typer.Option(
+        help="adapters sampled from at a time, NUMBER or RANK:NUMBER with the largest rank", show_default="16"
+    ),
 ]
 SaveSeconds = Annotated[float, typer.Option(min=0.1, help="seconds between two saves of a job")]
 LeaseSeconds = Annotated[float, typer.Option(min=0.5, help="seconds without a sign after which a worker is lost")]
