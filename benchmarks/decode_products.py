@@ -5,10 +5,9 @@
 Qwen3-8B's shape as in `benchmarks.generate`, 16 adapters of rank 16, 64 and 256 rows with 512 positions each. No prompt
 is read: passes run over a cache of zeros, which costs the same. The ways take turns within one process, three times
 each; `over_separate` is the separate products' time over that of a row. Ways: `joined`: all products of an input in two
-launches, with fp8 in three, as decoding does with 64 rows; `one program`: so, and all passes are one program;
-`unmerged`: XLA merges no products of one input, of which it makes one slower kernel for queries, keys and values.
-`gaps`: log p of sampled tokens beside that of the same tokens as a prompt, which training's kernels read. Rows are also
-written to DIR/decode_products.jsonl.
+launches, with fp8 in three, as decoding does with 64 rows; `unmerged`: XLA merges no products of one input, of which it
+makes one slower kernel for queries, keys and values. `gaps`: log p of sampled tokens beside that of the same tokens as
+a prompt, which training's kernels read. Rows are also written to DIR/decode_products.jsonl.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ PARTS = ("passes", "gaps")
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # backend, options of the compiler
     "separate": (row_adapters.SEPARATE, {}),
     "joined": (row_adapters.NAME, {}),
-    "one program": (row_adapters.NAME, {}),
     "unmerged": (row_adapters.SEPARATE, {"xla_gpu_dot_merger_threshold_mb": 0}),
 }
 GAPS = ("joined", "separate")
@@ -86,7 +84,7 @@ def _rows(small: bool, parts: Any) -> Iterator[dict[str, Any]]:
             stages[base] = random_stage(config, adapters, jnp.bfloat16, NONE if base == "bf16" else base)
             programs[base] = {way: GenerationPrograms(stages[base], options) for way, (_, options) in WAYS.items()}
         if "passes" in parts:
-            ways = ["separate", *(["joined", "one program"] if rows == few else ["unmerged"])]
+            ways = ["separate", "joined" if rows == few else "unmerged"]
             timed = _pass_rows(stages[base], {way: programs[base][way] for way in ways}, base, rows, filled, bandwidth)
             yield from guarded(f"{base}, {rows} rows", timed)
         if "gaps" in parts and (rows, base) == (many, "bf16"):
@@ -127,8 +125,7 @@ def _pass_rows(
 def _pass(stage: Stage, way: str, programs: GenerationPrograms, rows: int, filled: int) -> Callable[[], None]:
     """A function that runs and awaits some passes."""
     adapters, blocks = len(stage.parts.specs), -(-filled // BLOCK)
-    most = STEPS if way == "one program" else None
-    passes = Passes([stage], [programs], slots=adapters, rows=rows, blocks=rows * blocks, most=most)
+    passes = Passes([stage], [programs], slots=adapters, rows=rows, blocks=rows * blocks)
     specs = dict(stage.occupied)
     passes.hold([Sampler(number=n, adapter=n, name=specs[n].name, spec=specs[n]) for n in range(adapters)])
     assert all(passes.put(number, number) for number in range(adapters))

@@ -65,7 +65,6 @@ class Engine:
         blocks: of the cache, `BLOCK` tokens each (None: what fits into what the devices have left).
         slots: adapters that run at a time.
         steps: passes of a call of `step`.
-        together: they are one program, on one device: it compiles longer, and the host is called less.
         stop_tokens: tokens that end answers whose settings name none.
         ends_with: (tokens, stop texts) → whether the tokens end with one of the texts (None: they have no text).
         special_texts: text → id of special tokens; one ends the answers that have its text as a stop text.
@@ -80,7 +79,6 @@ class Engine:
         blocks: int | None = None,
         slots: int = SLOTS,
         steps: int = STEPS,
-        together: bool = False,
         stop_tokens: Sequence[int] = (),
         ends_with: Callable[[Sequence[int], Sequence[str]], bool] | None = None,
         special_texts: Mapping[str, int] = MappingProxyType({}),
@@ -90,7 +88,7 @@ class Engine:
         self.model, self._stages = parts.model, stages
         self.programs = list(programs or [GenerationPrograms(stage) for stage in stages])
         number = blocks_that_fit(stages) if blocks is None else blocks
-        sizes = {"rows": max(power_of_two(rows), FEWEST_ROWS), "blocks": number, "most": steps if together else None}
+        sizes = {"rows": max(power_of_two(rows), FEWEST_ROWS), "blocks": number}
         self._passes = Passes(stages, self.programs, slots=slots if parts.specs else 0, **sizes)
         self._stop_tokens, self._ends_with = frozenset(stop_tokens), ends_with
         self._special_texts, self.steps = special_texts, steps

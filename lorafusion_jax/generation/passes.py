@@ -6,28 +6,24 @@ B sequences · S slots of adapters
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
 
-from lorafusion_jax.adapters.tokens import TABLES, Table
+from lorafusion_jax.adapters.tokens import Table
 from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.families.per_layer_input import POSITIONS, TABLE
 from lorafusion_jax.generation.choose import Chosen, Listed, seen_tokens
 from lorafusion_jax.generation.packing import PromptPass, Scored
-from lorafusion_jax.generation.pass_loop import PassLoop
 from lorafusion_jax.generation.programs import GenerationPrograms, Position
 from lorafusion_jax.generation.row_settings import RowSettings
 from lorafusion_jax.generation.slots import Sampler
-from lorafusion_jax.generation.stage_functions import (
-    StageArrays,
-    choose_next,
-    embedded,
-    next_activations,
-    through_layers,
-)
 from lorafusion_jax.models.cache import CachedRows
+from lorafusion_jax.models.stream import activations, joined
+from lorafusion_jax.session.inputs import Inputs
 from lorafusion_jax.session.leaves import TOKENS
 from lorafusion_jax.session.move import replicate, transfer
 from lorafusion_jax.session.stage import Stage
@@ -44,10 +40,6 @@ class StagePasses:
         slots: of adapters.
         rows: sequences that have states.
         blocks: of the cache.
-
-    Attributes:
-        caches: of each block of layers.
-        sharing: of each block of layers, the block and the layer whose cache its layers read, by their module.
     """
 
     def __init__(self, stage: Stage, programs: GenerationPrograms, slots: int, rows: int, blocks: int):
@@ -58,14 +50,14 @@ class StagePasses:
         self._starts = range(0, len(pieces), BLOCK)
         self._numbers = [replicate(np.int32(stage.extent.pieces[start].layer), stage.mesh) for start in self._starts]
         caches = programs.empty_caches(rows, blocks)
-        self._weights, self.caches = self._in_blocks(pieces), self._in_blocks(caches)
+        self._weights, self._caches = self._in_blocks(pieces), self._in_blocks(caches)
         self._share_bank()
-        self.sharing = [self._shared_caches(start) for start in self._starts]
+        self._given = [self._sharing(start) for start in self._starts]
 
     def _in_blocks(self, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         return [tuple(values[start : start + BLOCK]) for start in range(0, len(values), BLOCK)]
 
-    def _shared_caches(self, start: int) -> dict[str, tuple[int, int]]:
+    def _sharing(self, start: int) -> dict[str, tuple[int, int]]:
         """Block and number of the layer whose cache layers of a block read, by their module."""
         mixers = [self.stage.parts.model.layer(piece.layer).attention for piece in self.stage.extent.pieces]
         shared = [mixer if isinstance(mixer, Attention) else None for mixer in mixers]
@@ -104,16 +96,7 @@ class StagePasses:
     def copy(self, blocks: np.ndarray, rows: np.ndarray) -> None:
         """Copies blocks and states, [from, to] each."""
         numbers = replicate((blocks, rows), self.stage.mesh)
-        self.caches = [tuple(self._programs.copy(caches, *numbers)) for caches in self.caches]
-
-    @property
-    def arrays(self) -> StageArrays:
-        weights = self.stage.weights
-        token_rows: dict[Table, tuple[Array, Array | None]] = {
-            table: (self._slots.tokens[table], self._bank[-1].get(f"{TOKENS}{table}")) for table in TABLES
-        }
-        ends = (weights.embed, weights.own_inputs, weights.norm, weights.head)
-        return StageArrays(self._weights, self._leaves, self._numbers, self._slots, token_rows, ends)
+        self._caches = [tuple(self._programs.copy(caches, *numbers)) for caches in self._caches]
 
     def read_prompts(self, prompts: PromptPass, x: Array | None) -> Array:
         """Runs prompts through the stage and fills its caches. The first stage begins with their tokens."""
@@ -127,28 +110,59 @@ class StagePasses:
         inputs = self._programs.prompt_inputs(rows, segments, self._slots, table)
         if self.stage.weights.embed is not None:
             tokens, slot_T = replicate((prompts.tokens_T, prompts.slot_T), self.stage.mesh)
-            x, inputs = embedded(self._programs, self.arrays, inputs, tokens, slot_T, rows.position_T)
-        x, self.caches = through_layers(self._programs, self.arrays, self.sharing, self.caches, x, inputs)
-        return x
+            x = self._embed(tokens, slot_T, rows.position_T)
+            inputs = self._with_own_inputs(inputs, tokens, x)
+        return self._run(x, inputs)
 
-    def next_tokens(self, tokens_B: Array, at: Position, x: Any) -> tuple[Array, Position]:
+    def next_tokens(self, tokens_B: Array, at: Position, x: Array | None) -> tuple[Array, Position]:
         """Runs the next token of every sequence. Returns activations and the positions after it."""
-        x, at, self.caches = next_activations(self._programs, self.arrays, self.sharing, self.caches, tokens_B, at, x)
-        return x, at
+        inputs, after = self._programs.next_inputs(at, self._slots)
+        if self.stage.weights.embed is not None:
+            x = self._embed(tokens_B, at.slot_B, at.position_B)
+            inputs = self._with_own_inputs(inputs, tokens_B, x)
+        return self._run(x, inputs), after
+
+    def _with_own_inputs(self, inputs: Inputs, tokens_T: Array, x: Array) -> Inputs:
+        weights = self.stage.weights.own_inputs
+        if TABLE not in weights:
+            return inputs
+        return inputs._replace(layers=replace(inputs.layers, of_layers=self._programs.own_inputs(weights, tokens_T, x)))
+
+    def _embed(self, tokens_T: Array, slot_T: Array, position_T: Array) -> Array:
+        x_TD = self._programs.embed(self.stage.weights.embed, tokens_T, slot_T, *self._token_rows("embed"))
+        table = self.stage.weights.own_inputs.get(POSITIONS)
+        return x_TD if table is None else self._programs.add_positions(table, x_TD, position_T)
+
+    def _token_rows(self, table: Table) -> tuple[Array, Array | None]:
+        return self._slots.tokens[table], self._bank[-1].get(f"{TOKENS}{table}")
 
     def choose(
         self, x: Any, last_B: Array | None, before: Chosen, number_B: Array, options: tuple[Any, ...], edits: Any
     ) -> tuple[Chosen, Array, Any]:
         """Chooses tokens on the last stage, see `GenerationPrograms`."""
-        return choose_next(self._programs, self.arrays, x, last_B, before, number_B, options, edits)
+        weights, only_last = self.stage.weights, last_B is None
+        last_B = number_B if last_B is None else last_B
+        choices, slot_B, mode, listed = options
+        head = self._programs.head(mode, edits is not None, listed, only_last)
+        return head(
+            weights.norm, weights.head, x, last_B, before, number_B, choices, edits, slot_B, *self._token_rows("head")
+        )
 
     def score(self, x: Array, scored: Scored) -> list[tuple[Array, Listed | None]]:
         """Scores tokens of prompts on the last stage, some rows at a time."""
-        arrays, run, results = self.arrays, self._programs.score(scored.listed), []
+        weights, run, results = self.stage.weights, self._programs.score(scored.listed), []
         for part in scored.parts(SCORED):
-            rows = replicate((part.row_W, part.targets_Wk, part.slot_W), self.stage.mesh)
-            results.append(run(*arrays.ends[2:], x, *rows, *arrays.token_rows["head"]))
+            arrays = replicate((part.row_W, part.targets_Wk, part.slot_W), self.stage.mesh)
+            results.append(run(weights.norm, weights.head, x, *arrays, *self._token_rows("head")))
         return results
+
+    def _run(self, x: Any, inputs: Any) -> Array:
+        for index, (weights, leaves, number) in enumerate(zip(self._weights, self._leaves, self._numbers, strict=True)):
+            earlier = {module: self._caches[block][layer] for module, (block, layer) in self._given[index].items()}
+            caches = self._caches[index]
+            output, self._caches[index] = self._programs.run_block(weights, leaves, caches, earlier, number, x, inputs)
+            x = joined(output, x)
+        return activations(x)
 
 
 class Passes:
@@ -157,20 +171,15 @@ class Passes:
     Args:
         stages: of a model, with the programs of each.
         slots, rows, blocks: see `StagePasses`.
-        most: passes of a program, on one device (None: a program per block of layers).
 
     Attributes:
         newest: tokens of all rows, on the last stage.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], programs: Sequence[GenerationPrograms], *, slots: int, rows: int, blocks: int,
-        most: int | None = None,
-    ):  # fmt: skip
+        self, stages: Sequence[Stage], programs: Sequence[GenerationPrograms], *, slots: int, rows: int, blocks: int
+    ):
         self._stages = [StagePasses(*pair, slots, rows, blocks) for pair in zip(stages, programs, strict=True)]
-        self._loop = None
-        if most and len(stages) == stages[0].mesh.replicas == 1:
-            self._loop = PassLoop(programs[0], self._stages[0].sharing, most)
         self.newest = replicate(np.zeros(rows, np.int32), stages[-1].mesh)
 
     def put(self, adapter: int, slot: int) -> bool:
@@ -218,13 +227,6 @@ class Passes:
         """Runs some passes over the newest tokens. Returns those of each. Sequences at position -1 are not in use."""
         first, last = self._stages[0], self._stages[-1]
         newest, number, options, edits = self._start(rows)
-        if self._loop is not None and steps <= self._loop.most:
-            choices, slot_B, *settings = options
-            start = (newest, number, edits, replicate(at, first.stage.mesh))
-            run = self._loop.program(*settings)
-            first.caches, chosen = run(steps, first.arrays, first.caches, start, choices, slot_B)
-            self.newest = _put(self.newest, chosen[steps - 1].tokens_B)
-            return _sent_to_host(chosen[:steps])
         tokens = transfer(newest.tokens_B, first.stage.mesh)
         positions = [replicate(at, stage.stage.mesh) for stage in self._stages]
         chosen = []

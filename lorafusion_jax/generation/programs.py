@@ -103,19 +103,19 @@ class GenerationPrograms:
         self._rows = {name: row for row, name in enumerate(self._layout.columns)}
         self._plain = all(spec.kind == PLAIN for spec in self._parts.specs)
         self._table = P(*self._mesh.split((self._parts.model.vocab_size, self._parts.model.hidden_size)))
-        self.embed = self.jit(self._embed, (self._table, *(EVERYWHERE,) * 4))
+        self.embed = self._jit(self._embed, (self._table, *(EVERYWHERE,) * 4))
         ends = stage.programs.ends
         self._input_axes = ends.input_axes
         input_specs = {
             name: P() if axis is None else P(*[None] * axis, "fsdp") for name, axis in self._input_axes.items()
         }
-        self.add_positions = self.jit(self._add_positions, (input_specs.get(POSITIONS), *(EVERYWHERE,) * 2))
-        self.own_inputs = self.jit(self._own_inputs, (input_specs, *(EVERYWHERE,) * 2))
-        self.prompt_inputs = self.jit(self._prompt_inputs, (EVERYWHERE,) * 4)
-        self.next_inputs = self.jit(self._next_inputs, (EVERYWHERE,) * 2)
+        self.add_positions = self._jit(self._add_positions, (input_specs.get(POSITIONS), *(EVERYWHERE,) * 2))
+        self.own_inputs = self._jit(self._own_inputs, (input_specs, *(EVERYWHERE,) * 2))
+        self.prompt_inputs = self._jit(self._prompt_inputs, (EVERYWHERE,) * 4)
+        self.next_inputs = self._jit(self._next_inputs, (EVERYWHERE,) * 2)
         self._layer = jax.jit(self._run_layer)  # like layers of a block are traced and lowered once
         blocks = (self._operands.specs_of_block, *(EVERYWHERE,) * 6)
-        self.run_block = self.jit(self._run_block, blocks, donate=(2,))
+        self.run_block = self._jit(self._run_block, blocks, donate=(2,))
         self.head = lru_cache(None)(self._jit_head)
         self.score = lru_cache(None)(self._jit_score)
         self._put = jax.jit(self._put_leaves, donate_argnums=0, out_shardings=self._mesh.everywhere)
@@ -352,7 +352,7 @@ class GenerationPrograms:
             only_last: every row is the last one of its sequence; otherwise `last_B` names it, -1 for none.
         """
         function = partial(self._head, mode, edited, listed, only_last)
-        return self.jit(function, (EVERYWHERE, self._table, *(EVERYWHERE,) * 9))
+        return self._jit(function, (EVERYWHERE, self._table, *(EVERYWHERE,) * 9))
 
     def _head(
         self,
@@ -414,7 +414,7 @@ class GenerationPrograms:
 
     def _jit_score(self, listed: int) -> Any:
         """The program that scores tokens of prompts, with their most probable ones."""
-        return self.jit(partial(self._score, listed), (EVERYWHERE, self._table, *(EVERYWHERE,) * 6))
+        return self._jit(partial(self._score, listed), (EVERYWHERE, self._table, *(EVERYWHERE,) * 6))
 
     def _score(
         self,
@@ -434,8 +434,7 @@ class GenerationPrograms:
         logprobs_Wk = z_Wk - jax.nn.logsumexp(logits_WV, -1, keepdims=True)
         return logprobs_Wk, list_likely(logits_WV, listed) if listed else None
 
-    def jit(self, function: Callable, in_specs: tuple = (), *, donate: tuple[int, ...] = ()) -> Any:
-        """The program of a function; on several devices each computes with its parts of the operands."""
+    def _jit(self, function: Callable, in_specs: tuple, *, donate: tuple[int, ...] = ()) -> Any:
         if self._mesh.replicas == 1:
             return jax.jit(function, donate_argnums=donate, compiler_options=self._options)
 
