@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -291,13 +292,16 @@ def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]
 def _search_run(job: dict[str, Any], folder: Path, tell: Callable[[dict[str, Any]], None], stop: float) -> None:
     planned = lf.plan(_written(job, folder)).numbers
     predicted = planned.get("predicted") or {}  # without stops: an upper bound where points are halved
-    seconds = {key: predicted.get(key) for key in ("seconds", "evaluation_s", "evaluations")}
-    print(f"{folder.name}: predicted {seconds}, without start-up", flush=True)
-    tell({"phase": "planned", "predicted": seconds, "slots": planned["slots"], "tokens": planned["tokens"]})
-    predicted_s = (seconds["seconds"] or 0.0) + (seconds["evaluation_s"] or 0.0)
-    with suppress(SearchEnded):
-        _train(job, folder, progress=SearchWatch(tell, stop, predicted_s))
-    gc.collect()  # the next run needs the memory
+    seconds = {key: round(predicted.get(key) or 0.0, 1) for key in ("seconds", "evaluation_s")}
+    shown = {**seconds, "evaluations": predicted.get("evaluations")}
+    print(f"{folder.name}: predicted {shown}, without start-up", flush=True)
+    tell({"phase": "planned", "predicted": shown, "slots": planned["slots"], "tokens": planned["tokens"]})
+    try:
+        with suppress(SearchEnded):
+            _train(job, folder, progress=SearchWatch(tell, stop, sum(seconds.values())))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # the adapters of all points; a checkpoint of the next run needs room
+    gc.collect()  # and that run needs the memory
 
 
 class SearchEnded(BaseException):

@@ -118,7 +118,7 @@ def predicted_pauses(
 def _evaluation_s(config: JobConfig, lengths: np.ndarray, plan: Plan, costs: CostModel) -> float:
     """Forward passes of the held-out samples through the stages."""
     size, count = size_of_set(lengths, config.batch, config.mesh)
-    squares = np.square(lengths.astype(np.float64)).sum() / (count * plan.data_parallel)
+    squares = float(np.square(lengths.astype(np.float64)).sum()) / (count * plan.data_parallel)
     forward = [costs.stage(s).forward.seconds(size, squares) for s in range(plan.num_stages)]
     return sum(forward) + (count - 1) * max(forward)
 

@@ -70,6 +70,7 @@ def test_errors_are_those_of_the_command_line(values, tmp_path):
 def test_a_plan_shows_the_screen_of_the_command(values, tmp_path):
     plan = lf.plan(values, device="h200", compare=True)
     assert plan.numbers["adapters"]["med"]["rank"] == 4
+    assert "np." not in repr(plan.numbers)  # numbers of Python, as in the JSON
     assert f"plan {plan.plan.digest[:12]}" in str(plan)
     assert "one after another" in plan._repr_html_()
     assert "<iframe" in plan.timeline()._repr_html_()
@@ -79,6 +80,7 @@ def test_a_plan_shows_the_screen_of_the_command(values, tmp_path):
 def test_a_run_shows_its_table_and_its_curves(run):
     finished, events = run
     assert any(isinstance(event, SlotDone) for event in events)
+    assert "np." not in repr(events)
     assert {adapter["status"] for adapter in finished.adapters.values()} == {"done"}
     law = finished.losses["law"]
     assert law.steps == (1, 2)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import joining
 from benchmarks.joining import SearchEnded, SearchWatch
 from lorafusion_jax.report.events import AdapterChanged, RunStarted, StepTaken
 
@@ -45,3 +48,22 @@ def test_a_search_that_is_cut_says_what_is_left():
     assert (rows[0]["left_predicted_s"], rows[0]["points_done"], rows[0]["steps"]) == (10.0, 0, 4)
     watch(step("a", 1))  # what the run tells while it ends is no row
     assert len(rows) == 1
+
+
+@pytest.mark.parametrize("end", [SearchEnded(), OSError("no room")])
+def test_a_search_leaves_no_adapters_on_the_disk(end, monkeypatch, tmp_path):
+    """The checkpoint of the next one needs the room."""
+    predicted = {"seconds": 29.5034, "evaluation_s": 13.138, "evaluations": 272}
+    plan = SimpleNamespace(numbers={"predicted": predicted, "slots": 63, "tokens": 9})
+    monkeypatch.setattr(joining.lf, "plan", lambda job: plan)
+
+    def train(job, folder, *, progress):
+        (folder / "adapters").mkdir(parents=True)
+        raise end
+
+    monkeypatch.setattr(joining, "_train", train)
+    rows = []
+    with suppress(OSError):
+        joining._search_run({}, tmp_path / "search", rows.append, math.inf)
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+    assert rows[0]["predicted"] == {"seconds": 29.5, "evaluation_s": 13.1, "evaluations": 272}
