@@ -5,7 +5,8 @@ from __future__ import annotations
 from benchmarks.csv_rows import Row, markdown
 from benchmarks.csv_rows import rows as rows_of
 
-JOINING, PEERS = "joining_h200_2026-11-29/joining.jsonl", "joining_h200_2026-11-29/peers.jsonl"
+JOINING, SEARCH = "joining_h200_2026-11-29/joining.jsonl", "joining_h200_2026-11-30/joining.jsonl"
+PEERS = {day: f"joining_h200_{day}/peers.jsonl" for day in ("2026-11-29", "2026-11-30")}  # each day another machine
 LEARNING = "learning_cpu_2026-11-29/learning.jsonl"
 CELL = ("batch", "rank", "tokens", "quantize")
 
@@ -39,12 +40,45 @@ def joining() -> str:
 
 
 def joining_peft() -> str:
-    """PEFT in the same session on that card, one adapter."""
+    """PEFT in the same session on that card, one adapter, on each day."""
+    days = [_peft(day) for day in PEERS]
+    newest = days[-1]
     lines = [
-        (row["global_batch"], f"{row['useful_tokens_per_s'] / 1e3:.1f} k", f"{row['peak_gb']:.0f}")
-        for row in sorted(rows_of(PEERS), key=lambda row: row["global_batch"])
+        (batch, *(_thousands(day.get(batch)) for day in days), f"{newest[batch]['peak_gb']:.0f}")
+        for batch in sorted(newest)
     ]
-    return markdown(("rows of a step", "useful tokens/s", "GB"), lines)
+    return markdown(("rows of a step", *(f"useful tokens/s, {day}" for day in PEERS), "GB"), lines)
+
+
+def _peft(day: str) -> dict[int, Row]:
+    return {row["global_batch"]: row for row in rows_of(PEERS[day])}
+
+
+def _thousands(row: Row | None) -> str:
+    return "–" if row is None else f"{row['useful_tokens_per_s'] / 1e3:.1f} k"
+
+
+def joining_search() -> str:
+    """A search of all points together, and what PEFT's rates make of it: as many tokens at each number of rows."""
+    rows = [row for row in rows_of(SEARCH) if "error" not in row and row["quantize"] == "none"]
+    tokens = next(row["tokens"] for row in rows if row["phase"] == "planned")
+    newest = _peft("2026-11-30")
+    peft_s = []
+    for day in PEERS:
+        rates = [(newest | _peft(day))[batch]["useful_tokens_per_s"] for batch in newest]
+        peft_s.append(sum(tokens / len(rates) / rate for rate in rates))
+    lines = [("PEFT, one point after another", " or ".join(f"{seconds:.0f}" for seconds in peft_s), *"–––", "1")]
+    for row in sorted(rows, key=lambda row: row["halving"]):
+        if row["phase"] == "trained":
+            seconds = row["from_first_step_s"]
+            lines.append(
+                (
+                    "together, with halving" if row["halving"] else "together", f"{seconds:.1f}",
+                    f"{row['evaluation_s']:.1f}", row["steps_done"], row["slots_done"],
+                    " or ".join(f"{of_peft / seconds:.1f}" for of_peft in peft_s),
+                )
+            )  # fmt: skip
+    return markdown(("way", "s", "of it evaluations", "steps", "slots", "times as fast as PEFT"), lines)
 
 
 def joining_rl() -> str:

@@ -15,7 +15,9 @@ from benchmarks.agreement import joint_alone, parity
 from benchmarks.csv_rows import RESULTS, Row, markdown
 from benchmarks.csv_rows import rows as rows_of
 from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
-from benchmarks.joining_report import joining, joining_peft, joining_rl, learning
+from benchmarks.flax_report import flax_model, flax_vit
+from benchmarks.generate_report import decoding, generated
+from benchmarks.joining_report import joining, joining_peft, joining_rl, joining_search, learning
 from benchmarks.online_report import (
     online_claims,
     online_decision,
@@ -49,10 +51,7 @@ KERNEL_FILES = (  # a row of a later file replaces the same row of an earlier on
 )
 END_TO_END = "end_to_end_h200_2026-11-22h/end_to_end.jsonl"
 SHARDED = "end_to_end_h200_2026-11-29_two", "end_to_end_h200_2026-11-28_sharded"
-FLAX_MODEL, ADAPTER_COUNTS = (
-    "flax_model_h200_2026-11-23b/rows.jsonl",
-    "adapter_counts_h200_2026-11-23/adapter_counts.jsonl",
-)
+ADAPTER_COUNTS = "adapter_counts_h200_2026-11-23/adapter_counts.jsonl"
 LOSS = (
     "quantised_loss_h200_2026-11-23/quantised_loss_means.csv",
     "quantised_loss_h200_2026-11-23b/quantised_loss_means.csv",
@@ -346,13 +345,6 @@ def tensor() -> str:
     return markdown(("adapters", "mesh", "tokens/s", "over one GPU", "predicted", "prediction off by"), lines)
 
 
-def flax_model() -> str:
-    """A step of a user's own NNX model under `nnx.jit`."""
-    rows = [row for row in rows_of(FLAX_MODEL) if row.get("case") == "step"]
-    lines = [(row["variant"], f"{row['step_ms']:.1f}", f"{row['over_frozen']:.3f}") for row in rows]
-    return markdown(("LoRA", "ms per step", "over frozen"), lines)
-
-
 def adapter_counts() -> str:
     """Microbatches of jobs with 4 to 256 adapters; the adapters in the microbatch are the same."""
     rows = [row for row in rows_of(ADAPTER_COUNTS) if row.get("what", "").startswith("microbatch")]
@@ -475,6 +467,6 @@ TABLES: dict[str, Callable[[], str]] = {
         quantised_loss, quantised_depth, online_targets, online_claims, online_held_out, online_large, online_queue,
         online_ideas, online_throughput, online_rates, online_decision, long_samples,
         longer_samples, parity, joint_alone, tensor, plan_floors, pipeline_claims, joining,
-        joining_peft, joining_rl, learning,
+        joining_peft, joining_rl, joining_search, learning, decoding, generated, flax_vit,
     )
 }  # fmt: skip

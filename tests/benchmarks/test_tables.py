@@ -107,7 +107,7 @@ def test_every_folder_of_rows_is_named_where_it_is_used():
 
 def test_published_runs_exist():
     names = [*published.KERNEL_FILES, published.END_TO_END, published.PLANNER, published.ORDERS, published.SCALING]
-    names += [tables.peer_report.PEERS, published.SIZES, published.FLAX_MODEL, published.ADAPTER_COUNTS]
+    names += [tables.peer_report.PEERS, published.SIZES, published.ADAPTER_COUNTS]
     names += re.findall(r"`results/([\w./-]+)`", LOG)
     assert [name for name in names if not (RESULTS / name).exists()] == []
 
