@@ -261,6 +261,29 @@ def test_a_job_whose_database_is_older_than_its_states_says_where_it_goes_on(tmp
     assert said == [{"step": 5, "reason": reason} for reason in reasons]
 
 
+def test_a_job_of_a_drained_worker_says_what_it_waits_for(tmp_path, tiny_base):
+    service = Service(tmp_path / "home", tiny_base, None)
+
+    def waits(job: str) -> dict:
+        with service.db.read() as connection:
+            return service.controller.outlook(connection, service.jobs.get(connection, job)).get("waits", {})
+
+    def drain(value: bool) -> None:
+        with service.db.write() as connection:
+            connection.execute(t.groups.update().values(drained=value))
+
+    try:
+        wait_for(lambda: service.controller.ready)
+        drain(True)
+        job = service.submit("law", "red", steps=2)
+        assert waits(job)["why"] == "its worker is drained for maintenance; POST /v1/workers/g0/undrain ends that"
+        assert waits(job)["expected_start"] is None
+        drain(False)
+        service.wait(job)
+    finally:
+        service.close()
+
+
 def test_what_is_deleted_is_put_aside_for_a_day(home, tiny_base, monkeypatch):
     running, end = start_service(home.folder, tiny_base, owners=("ana",))
     before = home.files(home.folder)

@@ -34,7 +34,7 @@ from lorafusion_jax.serve.control.scheduler import (
     jobs_tried_alone,
     plan_of_row,
 )
-from lorafusion_jax.serve.control.session import Session, SessionPlan
+from lorafusion_jax.serve.control.session import Session, SessionPlan, drained_sessions, maintenance
 from lorafusion_jax.serve.control.spec import job_values, kind_of, stream_values
 from lorafusion_jax.serve.control.sweep import Sweeper
 from lorafusion_jax.serve.control.worker_events import StreamEvents, WorkerEvents
@@ -204,10 +204,12 @@ class Controller:
         rows, limits = list(filter(_may_run, self._rows.read())), user_limits(connection)
         order = self._scheduler.order(rows, limits)
         position = next((at for at, row in enumerate(order) if row["id"] == job["id"]), len(order))
-        why = self.problem or ("" if self.ready else self.not_ready)
-        why = why or self._scheduler.full(job, rows, limits.get(job["owner"], Limits()))
+        obstacle = (
+            self.problem or ("" if self.ready else self.not_ready) or maintenance(connection, self.warm(job["base"]))
+        )
+        why = obstacle or self._scheduler.full(job, rows, limits.get(job["owner"], Limits()))
         training = [row for row in rows if row["state"] in ON_WORKER]
-        start = self._pace.start(order[:position], training) if self.ready else None
+        start = None if obstacle else self._pace.start(order[:position], training)
         return {"waits": {"position": position + 1, "why": why, "expected_start": start}}
 
     def _loop(self) -> None:
@@ -436,7 +438,7 @@ class Controller:
     def _place(self, rows: list[Job], configuration: Configuration) -> None:
         """Gives free places of their sessions to queued jobs, those of higher priority first."""
         with self._db.read() as connection:
-            drained = set(connection.execute(select(t.groups.c.id).where(t.groups.c.drained)).scalars())
+            drained = drained_sessions(connection)
             on_worker = self._jobs.in_states(connection, *ON_WORKER)  # also those that leave, to pause or to end
         occupied: dict[str, set[int]] = {}
         for job in on_worker:

@@ -300,3 +300,14 @@ class Session:
         message = {"command": command, "job": job["id"], "epoch": job["epoch"]} | data
         if self._hub.send(self.group, message):
             self._sent.add(key)
+
+
+def drained_sessions(connection: Any) -> set[str]:
+    """Sessions that are given no jobs."""
+    return set(connection.execute(select(t.groups.c.id).where(t.groups.c.drained)).scalars())
+
+
+def maintenance(connection: Any, sessions: list[str]) -> str:
+    """Says that all sessions of a job's base are drained; "" if they are not."""
+    is_over = not sessions or set(sessions) - drained_sessions(connection)
+    return "" if is_over else f"its worker is drained for maintenance; POST /v1/workers/{sessions[0]}/undrain ends that"
