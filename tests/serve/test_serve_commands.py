@@ -76,13 +76,25 @@ def test_what_the_service_refuses_is_an_error_of_the_command(call, tmp_path):
     code, _, errors = call("cancel", "job-000000000000")
     assert code == 2
     assert "error[api.not-found]" in errors
+    assert "fix: lorafusion jobs ls\n" in errors
     code, _, errors = call("download", "job-000000000000", "--to", str(tmp_path / "new"))
     assert code == 2
 
 
+def test_who_sends_no_key_is_told_where_it_goes(running, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(["jobs", "ls", "--url", running.url]) == 2
+    told = capsys.readouterr().err
+    assert "error[api.key]" in told
+    assert "to ~/.config/lorafusion/key, or --key-file FILE" in told
+    (tmp_path / ".config" / "lorafusion").mkdir(parents=True)
+    (tmp_path / ".config" / "lorafusion" / "key").write_text(running.keys["ana"])
+    assert run(["jobs", "ls", "--url", running.url]) == 0
+
+
 def test_no_service_is_one_line(capsys):
     assert run(["jobs", "ls", "--url", "http://127.0.0.1:9"]) == 1
-    assert "error[jobs.no-service]" in capsys.readouterr().err
+    assert "error[jobs.no-service] no service answers at http://127.0.0.1:9." in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -23,14 +23,18 @@ if TYPE_CHECKING:
 
     from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 
+KEY_FILE = "~/.config/lorafusion/key"
+
 app = typer.Typer(no_args_is_help=True, help="Jobs of a service that `lorafusion serve` runs.")
 Url = Annotated[str, typer.Option(metavar="URL", help="address of the service")]
-Key = Annotated[
-    Path | None, typer.Option("--key-file", help="file with the key", show_default="~/.config/lorafusion/key")
-]
+Key = Annotated[Path | None, typer.Option("--key-file", help="file with the key", show_default=KEY_FILE)]
 Name = Annotated[str, typer.Argument(metavar="JOB", help="id of the job")]
 KEY = re.compile(rb"tml-lf_[a-z2-7]{8}_[A-Za-z0-9_-]{43}")
 LOCAL = "http://127.0.0.1:7070"
+FIXES = {  # of refusals, as a command line has them
+    "api.key": f"write the key that `lorafusion keys add` or `serve --demo` printed to {KEY_FILE}, or --key-file FILE",
+    "api.not-found": "lorafusion jobs ls",
+}
 
 
 @app.command()
@@ -51,12 +55,12 @@ def submit(
     """
     from lorafusion_jax.config.load import load_config
 
-    config, client = load_config(jobs), _client(url, key_file)
-    for adapter in config.adapters:
-        with _errors():
-            more = {} if priority is None else {"priority": priority}
+    config = load_config(jobs)
+    more = {} if priority is None else {"priority": priority}
+    with _service(url, key_file) as client:
+        for adapter in config.adapters:
             job = client.submit(job_of(config, adapter, base) | more)
-        print(f"{job.id}  {adapter.name}")
+            print(f"{job.id}  {adapter.name}")
 
 
 @app.command("ls")
@@ -70,8 +74,8 @@ def list_jobs(
 
     Example: lorafusion jobs ls --state running
     """
-    with _errors():
-        rows = list(_client(url, key_file).jobs(**({"state": state} if state else {})))
+    with _service(url, key_file) as client:
+        rows = list(client.jobs(**({"state": state} if state else {})))
     if as_json:
         print(json.dumps(rows))
         return
@@ -89,8 +93,8 @@ def show(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
 
     Example: lorafusion jobs show job-0123456789ab
     """
-    with _errors():
-        print(json.dumps(_client(url, key_file).job(job).show(), indent=1))
+    with _service(url, key_file) as client:
+        print(json.dumps(client.job(job).show(), indent=1))
 
 
 @app.command()
@@ -100,8 +104,8 @@ def watch(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
     Example: lorafusion jobs watch job-0123456789ab
     """
     console = out()
-    with _errors():
-        handle = _client(url, key_file).job(job)
+    with _service(url, key_file) as client:
+        handle = client.job(job)
         handle.show()  # refused at once, where there is no such job or service
         for event in handle.events():
             if event["kind"] == "step":
@@ -125,8 +129,8 @@ def log(
 
     Example: lorafusion jobs log job-0123456789ab
     """
-    with _errors():
-        print(_client(url, key_file).job(job).log(tail), end="")
+    with _service(url, key_file) as client:
+        print(client.job(job).log(tail), end="")
 
 
 @app.command()
@@ -140,8 +144,8 @@ def metrics(
 
     Example: lorafusion jobs metrics job-0123456789ab > law.jsonl
     """
-    with _errors():
-        for row in _client(url, key_file).job(job).metrics(from_step):
+    with _service(url, key_file) as client:
+        for row in client.job(job).metrics(from_step):
             print(json.dumps(row))
 
 
@@ -211,8 +215,8 @@ def download(
 
     Example: lorafusion jobs download job-0123456789ab --to adapters/law
     """
-    with _errors():
-        print(_client(url, key_file).job(job).adapter(to))
+    with _service(url, key_file) as client:
+        print(client.job(job).adapter(to))
 
 
 @app.command()
@@ -290,13 +294,13 @@ def _changed(settings: BaseModel) -> set[str]:
 
 
 def _ask(url: str, key_file: Path | None, act: Callable[[Client], dict[str, Any]]) -> None:
-    with _errors():
-        answer = act(_client(url, key_file))
+    with _service(url, key_file) as client:
+        answer = act(client)
     print(f"{answer['id']}  {answer['state']}")
 
 
 def _client(url: str, key_file: Path | None) -> Client:
-    file = key_file or Path("~/.config/lorafusion/key").expanduser()
+    file = key_file or Path(KEY_FILE).expanduser()
     fix = "--key-file with what `lorafusion keys add` has printed, and nothing else"
     try:
         key = file.read_bytes().strip() if key_file or file.is_file() else None
@@ -311,24 +315,25 @@ def _client(url: str, key_file: Path | None) -> Client:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
-    """Shows what the service refused in the form of our own errors."""
+def _service(url: str, key_file: Path | None) -> Iterator[Client]:
+    """A client; what the service refuses is shown as an error of ours, with a fix that is a command."""
+    client = _client(url, key_file)
     try:
-        yield
+        yield client
     except ServiceError as problem:
         first = problem.problems[0]
         more = "".join(f"; also {entry['what']}" for entry in problem.problems[1:])
+        code = first.get("code", "jobs.refused")
         raise ConfigError(
-            first.get("code", "jobs.refused"),
+            code,
             first.get("what", ""),
             where=first.get("where", ""),
             why=first.get("why", "") + more,
-            fix=first.get("fix", ""),
+            fix=FIXES.get(code, first.get("fix", "")),
         ) from None
     except (OSError, HTTPException, OverflowError) as problem:
         if isinstance(problem, OSError) and problem.filename is not None:  # of this machine
             raise
         why = str(problem) or type(problem).__name__
-        raise RunError(
-            "jobs.no-service", "there is no service at this address.", why=why, fix="lorafusion serve; --url"
-        ) from None
+        fix = "lorafusion serve, or --url with the address of a service that runs"
+        raise RunError("jobs.no-service", f"no service answers at {url}.", why=why, fix=fix) from None
