@@ -6,8 +6,11 @@ a request is refused, more may be known: then that is said.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
+_OR = re.compile(r" {3}or {3}|; or |, or ")
+_OF_A_RUN = re.compile(r"(?<![.\w])(rollout|base|batch|mesh|train)[.:](?!global_samples)")
 KEYS = ("code", "what", "where", "why", "fix")
 Problem = dict[str, str]
 
@@ -125,6 +128,18 @@ def completed(problem: Mapping[str, str], where: str = "job", why: str = JOB_WHY
 
 def describe(problem: Exception) -> Problem:
     """Returns an error as the API shows it."""
-    return {key: str(getattr(problem, key, "")) for key in ("code", "where", "what", "why", "fix")} | (
+    described = {key: str(getattr(problem, key, "")) for key in ("code", "where", "what", "why", "fix")} | (
         {} if hasattr(problem, "what") else {"what": str(problem).splitlines()[0]}
     )
+    return described | {"fix": served_fix(described["fix"])}
+
+
+def served_fix(fix: str) -> str:
+    """Leaves out of the ways to mend a job file those by settings that a job of a service does not have.
+
+    >>> served_fix("batch.capacity_tokens: 4096   or   data.max_length: 512")
+    'data.max_length: 512'
+    """
+    ways = _OR.split(fix)
+    served = [way for way in ways if not _OF_A_RUN.search(way)]
+    return fix if len(served) == len(ways) else ", or ".join(served)

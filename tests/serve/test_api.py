@@ -413,6 +413,19 @@ def test_hosts_bodies_and_writes_of_other_pages_are_refused(running):
     assert raw(running.url, "POST", "/v1/jobs/x/cancel", b"", **foreign)[0] == 403
 
 
+def test_no_fix_is_a_setting_that_jobs_do_not_have(running, job):
+    """Those of a job file are: the size of a microbatch, and sampled answers for an objective that reads rewards."""
+    (problem,) = refused(
+        lambda: running.client("ana").submit(job | {"data": job["data"] | {"max_length": 1 << 20}})
+    ).problems
+    assert problem["code"] == "config.max-length"
+    assert re.fullmatch(r"data\.max_length: \d+", problem["fix"])
+    ana = running.client("ana")
+    shown = wait_state(ana, ana.submit(job | {"objective": {"name": "grpo"}}).id, "rejected")
+    (problem,) = shown["problems"]
+    assert problem["fix"].startswith("rows with columns that grpo reads")
+
+
 def test_every_refusal_says_what_to_do(running, job):
     """Codes are stable, and each comes with what is wrong, where, why, and a fix."""
     key = {"x_api_key": running.keys["ana"], "content_type": "application/json"}
