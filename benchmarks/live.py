@@ -24,6 +24,7 @@ import json
 import os
 import random
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def run(
         )
     began = time.monotonic()
     try:
-        client = wait_ready(home)
+        client = wait_ready(home, server)
         ready_s, programs = time.monotonic() - began, len(compiled(home))
         print(f"ready after {ready_s:.1f} s, {programs} programs", flush=True)
         jobs = submit_over(client, specs, over_s)
@@ -133,17 +134,19 @@ def run(
     finally:
         server.terminate()
         server.wait(120)
+        for log in (work / "server.txt", *(home / "workers").glob("*/log.txt")):  # they say why, where it failed
+            shutil.copyfile(log, out / f"{log.parent.name}-{log.name}")
 
 
-def wait_ready(home: Path) -> Client:
+def wait_ready(home: Path, server: subprocess.Popen) -> Client:
     until = time.monotonic() + START_S
-    while time.monotonic() < until:
+    while time.monotonic() < until and server.poll() is None:
         time.sleep(0.5)
         if (home / "address").is_file():
             client = Client((home / "address").read_text())
             if client.request("GET", "/v1/bases")["items"][0]["warm"]:
                 return client
-    raise RuntimeError("the service was not ready in time")
+    raise RuntimeError("the service ended, or was not ready in time: see its logs in the folder of the results")
 
 
 def compiled(home: Path) -> list[str]:
