@@ -270,8 +270,8 @@ def search(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]
                 "base": {"model": str(base), "dtype": "float32" if options.small else "bfloat16", "quantize": quantize},
                 "data": {"max_length": 4 * tokens, "train": "train.jsonl", "eval": "eval.jsonl"},
                 "batch": {
-                    "capacity_tokens": 256 if options.small else 8192, "tile_tokens": 16 if options.small else 128,
-                    "global_samples": batches,
+                    "capacity_tokens": [64, 256] if options.small else [2048, 8192],
+                    "tile_tokens": 16 if options.small else 128, "global_samples": batches,
                 },
                 "lora": {"rank": ranks},
                 "optim": {"lr": rates},

@@ -199,7 +199,7 @@ def turns(training: Training, group: str, places: int, most_s: float) -> Iterato
         tile_tokens=batch.tile_tokens,
         time_limit_s=0,
         most_open=places if in_turn else None,
-        rests=(1,) if in_turn else (),
+        rests={job.name: (1,) for job in jobs} if in_turn else {},
     )
     plan_s = time.perf_counter() - began
     firsts = [index for index, slot in enumerate(plan.slots) if any(ref.batch == 0 for ref in slot.samples)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from scheduling.packing.balance_tokens import balance_tokens
 from scheduling.packing.balance_work import balance_work
 from scheduling.packing.budget import Budget
 from scheduling.packing.greedy import greedy
+from scheduling.packing.parts import Parts
 from scheduling.packing.problem import Filling, Problem, make_problem, to_plan
 from scheduling.packing.restarts import first_filling, restart
 from scheduling.packing.search import search
@@ -44,7 +45,7 @@ def make_plan(
     cost_model: CostModel | None = None,
     max_capacity_tokens: int = 16384,
     most_open: int | None = None,
-    rests: Sequence[int] = (),
+    rests: Mapping[str, Sequence[int]] | None = None,
 ) -> Plan:
     """Plans all samples of all jobs in few slots with an even load, and verifies the plan.
 
@@ -74,7 +75,8 @@ def make_plan(
         max_capacity_tokens: largest capacity that "auto" tries.
         most_open: jobs that have begun and have samples left, at a time (None: all). The others wait, and the longest
             go first. Such a plan is made by a greedy pass, without a search.
-        rests: with `most_open`, numbers of batches after which a job lets others come before it goes on.
+        rests: by job, numbers of batches, ascending: after its n-th the job waits until all others have come to theirs.
+            Jobs that are not named fill the microbatches of the others. Each part has its share of the effort.
 
     Raises:
         PlanError: jobs or settings cannot be planned. The message names adapter, sample index and length.
@@ -125,14 +127,26 @@ def fill(
     Args:
         cost_model: as in `make_plan`, for several capacities.
     """
-    bound = bound_of_rest(problem.jobs, left, problem.ready, problem.limits)
+    bound, parts = bound_of_rest(problem.jobs, left, problem.ready, problem.limits), Parts(problem)
+    if len(parts) <= 1:
+        return bound, _fill_part(problem, left, effort, seed, bound, cost_model)
+    for part, positions in parts:
+        share = Effort(*(Budget(budget.evaluations / len(parts)) for budget in effort))
+        least = bound_of_rest(part.jobs, positions, part.ready, part.limits)
+        parts.add(_fill_part(part, positions, share, seed, least, cost_model))
+    return bound, parts.filling
+
+
+def _fill_part(
+    problem: Problem, left: Sequence[np.ndarray], effort: Effort, seed: int, bound: int, cost_model: CostModel | None
+) -> Filling:
     if problem.most_open is not None:
-        return bound, balance_work(problem, greedy(problem), effort.even)
+        return balance_work(problem, greedy(problem), effort.even)
     if problem.limits.smaller:
         costs = cost_model or default_cost_model(num_stages=problem.num_stages)
         filling = fill_sizes(problem, left, effort.search, seed, costs)
         effort.even.evaluations += max(0.0, effort.search.evaluations)
-        return bound, balance_work(problem, filling, effort.even)
+        return balance_work(problem, filling, effort.even)
     budget, even = effort.search, effort.even
     filling, by_chain = first_filling(problem, bound)
     if not problem.weighted:
@@ -140,7 +154,7 @@ def fill(
         filling = search(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
         filling = balance_tokens(problem, filling)
     even.evaluations += max(0.0, budget.evaluations)
-    return bound, balance_work(problem, filling, even)
+    return balance_work(problem, filling, even)
 
 
 def _best_capacity(

@@ -35,7 +35,7 @@ def replan(
     search_evaluations: int | None = None,
     cost_model: CostModel | None = None,
     most_open: int | None = None,
-    rests: Sequence[int] = (),
+    rests: Mapping[str, Sequence[int]] | None = None,
 ) -> Plan:
     """Keeps slots [0, at_slot), plans the rest again at the required distance to them, and verifies the new plan.
 

@@ -110,6 +110,11 @@ class JobConfig(Section):
     auto: tuple[str, ...] = Field(default=(), exclude=True, description="keys that the planner sets at the start")
     directory: str = Field(default=".", description="folder of the job file, for relative paths")
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether an evaluation can end an adapter."""
+        return self.halving.is_on or any(adapter.early_stop.patience is not None for adapter in self.adapters)
+
     def adapter(self, name: str) -> AdapterConfig:
         return next(adapter for adapter in self.adapters if adapter.name == name)
 

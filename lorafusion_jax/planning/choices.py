@@ -253,7 +253,7 @@ def _measure(
         tile_tokens=config.batch.tile_tokens,
         seed=0,
         time_limit_s=EFFORT_S,
-        **turns(config, jobs),
+        **turns(config, prepared, jobs),
     )
     with_remat = config.model_copy(update={"train": config.train.model_copy(update={"remat": memory.remat})})
     statistics = plan_statistics(plan, predicted_costs(with_remat, model, device, adapter_tokens(prepared), network))

@@ -33,7 +33,7 @@ def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
         tile_tokens=config.batch.tile_tokens,
         seed=0,
         time_limit_s=config.train.plan_seconds,
-        **turns(config, jobs),
+        **turns(config, prepared, jobs),
     )
 
 

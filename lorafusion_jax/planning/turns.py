@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypedDict
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.stack import residents
+from lorafusion_jax.data.prepare import Prepared
 from scheduling import AdapterJob, Plan
 
 NEAR = 8  # slots in which adapters come together; with twice as many a tenth more of them move
@@ -18,13 +19,27 @@ class Turns(TypedDict):
     """Arguments of `make_plan` and `replan`."""
 
     most_open: int | None
-    rests: Sequence[int]
+    rests: Mapping[str, Sequence[int]]
 
 
-def turns(config: JobConfig, jobs: Sequence[AdapterJob]) -> Turns:
+def turns(config: JobConfig, prepared: Prepared, jobs: Sequence[AdapterJob]) -> Turns:
     """Returns how adapters take turns. Those that are compared come to the step of a comparison before any goes on."""
-    longest = max((job.num_batches for job in jobs), default=0)
-    return {"most_open": residents(config), "rests": config.halving.steps(longest)}
+    steps, rests = {job.name: job.num_batches for job in jobs}, {}
+    for group in compared(config, prepared, steps) if config.halving.is_on else ():
+        marks = config.halving.marks(max(steps[name] for name in group))
+        if len(group) > 1:
+            rests |= {name: [config.halving.step_of(mark, steps[name]) for mark in marks] for name in group}
+    return {"most_open": residents(config), "rests": rests}
+
+
+def compared(config: JobConfig, prepared: Prepared, names: Iterable[str]) -> list[list[str]]:
+    """Returns the adapters in groups that can be compared: with the same held-out data and metric."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        held_out = prepared.adapters[name].eval
+        if held_out is not None:
+            groups.setdefault((held_out.digest, config.adapter(name).early_stop.metric), []).append(name)
+    return list(groups.values())
 
 
 class NextUses:

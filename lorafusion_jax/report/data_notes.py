@@ -149,9 +149,9 @@ def _of_halving(config: JobConfig, prepared: Prepared, steps: Mapping[str, int])
         )
     elif first is not None and unequal:
         yield (
-            f"halving.first_step={exact(first)} waits until all adapters with the same held-out data have come "
-            f"there, and those that take {exact(min(unequal[0]))} steps come late beside those that take "
-            f"{exact(max(unequal[0]))}; halving.first_share compares each after the same part of its own"
+            f"halving.first_step={exact(first)} compares adapters that take {exact(min(unequal[0]))} steps in all with "
+            f"such that take {exact(max(unequal[0]))}, after unequal parts of their training; halving.first_share "
+            "compares each after the same part of its own"
         )
 
 

@@ -259,14 +259,20 @@ class Batches:
         return cls(config, prepared, plan, assembler, tasks_of(config, prepared))
 
     def replace_plan(self, config: JobConfig, prepared: Prepared, plan: Plan) -> None:
-        """Takes another plan. Microbatches keep their shape if the new samples fit into it."""
-        self._plan = plan
+        """Takes another plan. Microbatches keep their shape if the new samples fit into it.
+
+        Where adapters may end early, a later plan may put samples that are in the largest microbatches into others.
+        """
+        self._plan, self._may_change = plan, config.ends_early
         parts = _parts(plan)
         for size in plan.sizes:
             shape = _shape(config, prepared, size, parts.get(size, ()))
             if size in parts:
                 shape = shape.union(_reserved_shape(config, size))
             self._shapes[size] = shape.union(self._shapes[size]) if size in self._shapes else shape
+        if self._may_change and parts:
+            largest = self._shapes[max(parts)]
+            self._shapes |= {size: shape.union(largest.of_capacity(size)) for size, shape in self._shapes.items()}
 
     def of(self, slot: int) -> Microbatch:
         """Returns the microbatch of a slot."""
@@ -274,9 +280,11 @@ class Batches:
         return self._assembler.slot(shape, self._plan.slots[slot].replicas, self._tasks)
 
     def empty(self, slot: int = 0) -> list[Microbatch]:
-        """A microbatch of padding of each capacity that is used from a slot on: it adds zero to every sum."""
+        """A microbatch of padding of each capacity that may be used from a slot on: it adds zero to every sum."""
         slots_and_sizes = zip(self._plan.slots[slot:], self._plan.slot_capacities[slot:], strict=True)
         sizes = {size for slot_of_plan, size in slots_and_sizes if not slot_of_plan.is_noop}
+        if sizes and self._may_change:
+            sizes = set(self._plan.sizes)
         return [self._assembler.padding(self._shapes[size]) for size in sorted(sizes)]
 
     def loads(self, per_capacity: int = 3) -> list[Load]:

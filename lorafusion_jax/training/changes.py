@@ -134,7 +134,7 @@ def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[C
         weights={change.adapter: change.weight for change in changes if change.weight is not None},
         seed=plan.seed,
         time_limit_s=job.config.train.plan_seconds,
-        **turns(job.config, list(jobs.values())),
+        **turns(job.config, job.prepared, list(jobs.values())),
     )
     return replanned, [_with_steps(change, replanned) for change in changes]
 

@@ -141,6 +141,7 @@ class PlanRun:
             todo, stopped = self._update_plan(self._events_left()), False
             if todo:
                 self._compile_missing()
+                self._emit(PhaseBegun(slot=self._progress.slot, text="first steps"))
             while todo and not stopped:
                 todo = self._issue_until_pause(todo)
                 with saving() if self._stop.is_set() else nullcontext():
@@ -169,6 +170,8 @@ class PlanRun:
             self._start_plan()
             self._apply_changes()
             todo = self._events_left()
+            if todo:
+                self._compile_missing()
         if self._any_running() or not todo:
             return todo
         self._progress.slot = self._job.plan.num_slots
@@ -243,7 +246,7 @@ class PlanRun:
         read at once, so that it is read at the same slot in every run.
         """
         last = step == self._progress.adapters[name].num_steps
-        return self._needs_evaluation(name, step) and (not last or self._selection.stops_adapters)
+        return self._needs_evaluation(name, step) and (not last or self._job.config.ends_early)
 
     def _needs_evaluation(self, name: str, step: int) -> bool:
         """Whether the adapter is evaluated after this step."""
@@ -272,7 +275,6 @@ class PlanRun:
         slot = self._progress.slot
         rows = self._tables.batches.empty(slot)
         if self._session.executor.is_warm(rows):
-            self._emit(PhaseBegun(slot=slot, text="first steps"))
             return
         self._emit(PhaseBegun(slot=slot, text="compiling the training step"))
         began = time.perf_counter()

@@ -8,6 +8,7 @@ from lorafusion_jax.checkpoint.new_run import SHOWN, differences, flat_settings
 from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.resolved import override_resolved
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import ConfigError, first_few, raise_all
 from lorafusion_jax.planning.turns import turns
 from scheduling import Plan, replan
@@ -99,7 +100,13 @@ def check_drop(names: Sequence[str], adapters: Mapping[str, str]) -> None:
 
 
 def plan_for_mesh(
-    plan: Plan, config: JobConfig, slot: int, *, drop: Sequence[str] = (), failed: Sequence[str] = ()
+    plan: Plan,
+    config: JobConfig,
+    prepared: Prepared,
+    slot: int,
+    *,
+    drop: Sequence[str] = (),
+    failed: Sequence[str] = (),
 ) -> Plan:
     """Returns the plan with which a run continues from a slot, on the mesh of its configuration.
 
@@ -126,7 +133,7 @@ def plan_for_mesh(
         data_parallel=replicas,
         seed=plan.seed,
         time_limit_s=config.train.plan_seconds,
-        **turns(config, plan.jobs),
+        **turns(config, prepared, plan.jobs),
     )
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from lorafusion_jax.config.schema import EarlyStopSettings
+from lorafusion_jax.planning.turns import compared
 from lorafusion_jax.report.format import loss_text
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import AdapterProgress, Progress
@@ -20,12 +21,6 @@ class Selection:
 
     def __init__(self, job: Job, progress: Progress):
         self._job, self._progress = job, progress
-
-    @property
-    def stops_adapters(self) -> bool:
-        """Whether an evaluation can end an adapter."""
-        config = self._job.config
-        return config.halving.is_on or any(a.early_stop.patience is not None for a in config.adapters)
 
     def evaluates_between(self, name: str, step: int) -> bool:
         """Whether an adapter is evaluated after this step, even if it is not its last."""
@@ -51,15 +46,9 @@ class Selection:
         return self._job.config.adapter(name).early_stop
 
     def _groups(self) -> Iterator[list[AdapterProgress]]:
-        """Adapters that can be compared: with the same held-out data and metric."""
-        if not self._job.config.halving.is_on:
-            return
-        groups: dict[tuple[str, str], list[AdapterProgress]] = {}
-        for name, adapter in self._progress.adapters.items():
-            held_out = self._job.prepared.adapters[name].eval
-            if held_out is not None:
-                groups.setdefault((held_out.digest, self._settings(name).metric), []).append(adapter)
-        yield from groups.values()
+        if self._job.config.halving.is_on:
+            for names in compared(self._job.config, self._job.prepared, self._progress.adapters):
+                yield [self._progress.adapters[name] for name in names]
 
     def _halve(self, group: Sequence[AdapterProgress]) -> None:
         """Compares the adapters of a group at each step, of its own or of all, that all of them have reached."""

@@ -80,9 +80,8 @@ class _State:
         due: with `shares`, the slot in which the job goes first.
         free: sorted entries of jobs that may run.
         waiting: heap of (slot, job): the job may run from that slot on.
-        turns: (level, job, its batches before it rests or ends) of those that are still to open, last first.
-        until: of each open job, the batches before it rests or ends.
-        level: rests that lie before the open jobs. One more opens after the last of them has come to its rest.
+        turns: jobs that are still to open, last first.
+        num_open: jobs that are open.
     """
 
     def __init__(self, problem: Problem, ahead: Sequence[float], choose: Choose, *, shares: Shares | None = None):
@@ -106,22 +105,17 @@ class _State:
             self.patience = [max(MOST_IDLE, sum(weights) / job.weight) for job in problem.jobs]
             self.due = [wait - idle for wait, idle in zip(self.patience, shares.idle, strict=True)]
         self.free: list[Entry] = []
-        self.ready, self.turns = list(problem.ready), _turns(problem)
+        self.turns = _turns(problem)
         self.waiting: list[tuple[int, int]] = []
-        self.until: dict[int, int] = {}
-        self.level = 0
+        self.num_open = 0
         self.open(0)
 
     def open(self, slot: int) -> None:
         """Lets the next jobs run from a slot on, as far as they may be open together."""
-        for number in reversed(range(len(self.turns))):
-            level, job, end = self.turns[number]
-            if len(self.until) == self.problem.most_open or (self.until and level > self.level):
-                break
-            if job not in self.until:  # it may not have come to its rest yet
-                del self.turns[number]
-                self.level, self.until[job] = level, end
-                heappush(self.waiting, (max(slot, self.ready[job]), job))
+        while self.turns and self.num_open != self.problem.most_open:
+            job = self.turns.pop()
+            self.num_open += 1
+            heappush(self.waiting, (max(slot, self.problem.ready[job]), job))
 
     def add_free(self, job: int, *, begun: bool) -> None:
         rank = self.rank[job]
@@ -220,25 +214,17 @@ def _next_batch(problem: Problem, state: _State, job: int, slot: int) -> None:
     if state.batch[job] < len(problem.batches[job]):
         batch = problem.batches[job][state.batch[job]]
         state.mask[job], state.tokens[job] = batch.full_mask, batch.total
-        state.ready[job] = slot + problem.num_stages
-    if state.batch[job] == state.until[job]:
-        del state.until[job]
-        if state.turns:
-            state.open(slot + 1)
+        heappush(state.waiting, (slot + problem.num_stages, job))
     else:
-        heappush(state.waiting, (state.ready[job], job))
+        state.num_open -= 1
+        state.open(slot + 1)
 
 
-def _turns(problem: Problem) -> list[tuple[int, int, int]]:
-    """The jobs to open, last first: between two rests those that have begun, then those with the most tokens left."""
-    turns: list[tuple[tuple[int, bool, int, int], int]] = []
-    all_rests = problem.rests if problem.most_open else ()
+def _turns(problem: Problem) -> list[int]:
+    """The jobs to open, last first: those that have begun, then those with the most tokens left."""
+    turns: list[tuple[bool, int, int]] = []
     for number, (job, batches) in enumerate(zip(problem.jobs, problem.batches, strict=True)):
-        if not batches:
-            continue
-        first, left = job.batch_of(batches[0].positions[0]), sum(batch.total for batch in batches)
-        fresh = sum(len(batch.positions) for batch in batches) == job.num_samples
-        rests = [rest - first for rest in all_rests if 0 < rest - first < len(batches)]
-        level = sum(rest <= first for rest in all_rests)
-        turns += [((level + more, fresh, -left, number), end) for more, end in enumerate([*rests, len(batches)])]
-    return [(order[0], order[-1], end) for order, end in sorted(turns, reverse=True)]
+        if batches:
+            fresh = sum(len(batch.positions) for batch in batches) == job.num_samples
+            turns.append((fresh, -sum(batch.total for batch in batches), number))
+    return [number for *_, number in sorted(turns, reverse=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, repeat
@@ -46,7 +46,8 @@ class Problem:
         jobs: jobs with their samples; `batches` may cover a part of them.
         batches: per job, in order.
         ready: per job, the first slot in which its first batch may run (above 0 only when replanning).
-        most_open, rests: as in `make_plan`.
+        most_open: as in `make_plan`.
+        rests: of each job, as in `make_plan`.
     """
 
     jobs: tuple[AdapterJob, ...]
@@ -54,7 +55,7 @@ class Problem:
     ready: tuple[int, ...]
     limits: Limits
     most_open: int | None = None
-    rests: tuple[int, ...] = ()
+    rests: tuple[tuple[int, ...], ...] = ()
 
     @property
     def tiles(self) -> int:
@@ -99,7 +100,7 @@ def make_problem(
     left: Sequence[Sequence[int]] | None = None,
     ready: Sequence[int] | None = None,
     most_open: int | None = None,
-    rests: Sequence[int] = (),
+    rests: Mapping[str, Sequence[int]] | None = None,
 ) -> Problem:
     """Builds the problem of all samples from slot 0 on, or of the positions in `left` from slots `ready` on."""
     left = [range(job.num_samples) for job in jobs] if left is None else left
@@ -109,7 +110,7 @@ def make_problem(
         ready=tuple(ready) if ready is not None else (0,) * len(jobs),
         limits=limits,
         most_open=most_open,
-        rests=tuple(rests),
+        rests=tuple(tuple((rests or {}).get(job.name, ())) for job in jobs),
     )
 
 

@@ -129,7 +129,7 @@ def test_a_move_may_be_cut_anywhere(cut_runs, monkeypatch):
     slot = max(int(path.name) for path in folder.state.iterdir())
     old = folder.read_config(), folder.read_plan()
     settings = apply_resume_overrides(old[0], overrides)
-    new = settings, plan_for_mesh(old[1], settings, slot)
+    new = settings, plan_for_mesh(old[1], settings, prepare(settings), slot)
     (run / "timeline.json").write_text("of the sitting before")
 
     rename = Path.replace
@@ -189,27 +189,31 @@ def planned(tmp_path_factory, deep_base):
 
 
 def test_a_plan_changes_only_where_it_must(planned):
-    config, _, plan = planned
+    config, prepared, plan = planned
     assert (
-        plan_for_mesh(plan, apply_resume_overrides(config, ["mesh.data=1", "mesh.fsdp=2", "train.remat=nothing"]), 3)
+        plan_for_mesh(
+            plan, apply_resume_overrides(config, ["mesh.data=1", "mesh.fsdp=2", "train.remat=nothing"]), prepared, 3
+        )
         is plan
     )
     elsewhere = apply_resume_overrides(config, ["mesh.stages=1"])
-    moved = plan_for_mesh(plan, elsewhere, 3)
+    moved = plan_for_mesh(plan, elsewhere, prepared, 3)
     assert moved.slots[:3] == plan.slots[:3]
-    assert plan_for_mesh(moved, elsewhere, 3) is plan_for_mesh(moved, elsewhere, 5) is moved
-    ended = plan_for_mesh(moved, config, moved.num_slots)
+    assert plan_for_mesh(moved, elsewhere, prepared, 3) is plan_for_mesh(moved, elsewhere, prepared, 5) is moved
+    ended = plan_for_mesh(moved, config, prepared, moved.num_slots)
     assert ended.slots == moved.slots, "nothing is left to plan"
     assert (ended.num_stages, ended.data_parallel) == (plan.num_stages, plan.data_parallel)  # of what requests add
-    assert plan_for_mesh(ended, config, moved.num_slots) is ended
-    assert plan_for_mesh(moved, elsewhere, moved.num_slots) is moved
-    back = plan_for_mesh(moved, elsewhere, 2)  # slot 2 was run for 2 stages, and the checkpoint after it is gone
+    assert plan_for_mesh(ended, config, prepared, moved.num_slots) is ended
+    assert plan_for_mesh(moved, elsewhere, prepared, moved.num_slots) is moved
+    back = plan_for_mesh(
+        moved, elsewhere, prepared, 2
+    )  # slot 2 was run for 2 stages, and the checkpoint after it is gone
     assert [layout.end for layout in back.layouts] == [2, back.num_slots]
 
 
 def test_a_checkpoint_goes_on_with_its_plan_or_a_later_one(planned):
     config, prepared, plan = planned
-    moved = plan_for_mesh(plan, apply_resume_overrides(config, ["mesh.stages=1"]), 3)
+    moved = plan_for_mesh(plan, apply_resume_overrides(config, ["mesh.stages=1"]), prepared, 3)
     record = make_record(config, prepared, plan, {}, {})
     check_record(record, prepared, plan, plan.digest)
     for of_run, saved_with in ((moved, plan), (moved, moved), (plan, moved)):

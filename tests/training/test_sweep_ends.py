@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -16,9 +17,13 @@ from lorafusion_jax.cli.running import show_result
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.planning.training_plan import plan_training
+from lorafusion_jax.planning.turns import turns
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session.assembler import Batches
 from lorafusion_jax.training import resume, train
+from scheduling import replan
 
 STEPS = 12
 
@@ -202,8 +207,26 @@ def test_adapters_with_unequal_steps_are_compared_after_a_share_of_their_own(job
 def test_check_says_that_a_step_is_no_measure_for_unequal_batches(job, batches):
     config = load_config(job(adapters=batches, halving={"first_step": 2}, epochs=1))
     (note,) = [note for note in data_notes(config, prepare(config)) if "halving" in note]
-    assert "those that take 4 steps come late beside those that take 12" in note
+    assert "adapters that take 4 steps in all with such that take 12" in note
     assert "halving.first_share" in note
+
+
+def test_no_later_plan_waits_for_a_program(job, batches):
+    """Those that go on fill microbatches of a size that holds less of the first plan."""
+    batch = {"capacity_tokens": [80, 128], "tile_tokens": 16}
+    config = load_config(job(adapters=batches, batch=batch, halving={"first_share": 0.25}, epochs=1))
+    prepared = prepare(config)
+    plan = plan_training(config, prepared)
+    microbatches = Batches.of_job(config, prepared, plan, [0])
+    compiled = [shapes_of(rows) for rows in microbatches.empty()]
+    for ended in (["slow2", "slow6"], ["slow2", "slow6", "fast6", "alone"]):
+        later = replan(plan, at_slot=2, finish=ended, **turns(config, prepared, plan.jobs))
+        microbatches.replace_plan(config, prepared, later)
+        assert all(shapes_of(microbatches.of(slot)) in compiled for slot in range(later.num_slots))
+
+
+def shapes_of(rows):
+    return [np.shape(leaf) for leaf in jax.tree.leaves(rows)]
 
 
 def test_patience_alone(job, folder, kept_programs):

@@ -1,0 +1,84 @@
+"""Jobs that are compared come to each comparison together: their batches in parts, one before each comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from scheduling.packing.problem import Filling, Problem, make_problem
+
+
+def part_ends(problem: Problem) -> list[list[int]]:
+    """Returns per part, in their order, how many batches of each job lie in it or before. The last part ends with all.
+
+    A job that has rests comes to its n-th one in part n. One without fills the microbatches of the others: each part
+    has as large a share of its batches as of their tokens.
+    """
+    counts = [len(batches) for batches in problem.batches]
+    rests_by_job: dict[int, list[int]] = {}
+    for number, (job, batches, rests) in enumerate(zip(problem.jobs, problem.batches, problem.rests, strict=True)):
+        if rests and batches:
+            first = job.batch_of(batches[0].positions[0])
+            rests_by_job[number] = [min(max(rest - first, 0), len(batches)) for rest in rests]
+    if len(rests_by_job) < 2:
+        return [counts] if any(counts) else []  # nobody waits for another
+    sums = {job: [0, *accumulate(batch.total for batch in problem.batches[job])] for job in rests_by_job}
+    tokens = sum(before[-1] for before in sums.values())
+    parts = [[0] * len(counts)]
+    for part in range(max(map(len, rests_by_job.values()))):
+        ends = {job: rests[part] if part < len(rests) else counts[job] for job, rests in rests_by_job.items()}
+        share = sum(sums[job][end] for job, end in ends.items()) / tokens
+        parts.append([ends.get(job, round(share * count)) for job, count in enumerate(counts)])
+    return [ends for before, ends in pairwise([*parts, counts]) if ends != before]
+
+
+class Parts:
+    """Puts the filling of a problem together, one part after another.
+
+    >>> from scheduling.types import AdapterJob, Limits
+    >>> limits = Limits(capacity_tokens=128, num_stages=1, data_parallel=1, tile_tokens=64)
+    >>> jobs = [AdapterJob(name, [64] * 3, 1) for name in "ab"]
+    >>> parts = Parts(make_problem(jobs, limits, rests={"a": [2], "b": [1]}))
+    >>> for part, positions in parts:
+    ...     print([some.tolist() for some in positions])
+    ...     parts.add([])
+    [[0, 1], [0]]
+    [[2], [1, 2]]
+    """
+
+    def __init__(self, problem: Problem):
+        self._problem, self._ends = problem, part_ends(problem)
+        self._begins, self._ready = [0] * len(problem.jobs), list(problem.ready)
+        self.filling: Filling = []
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[tuple[Problem, list[np.ndarray]]]:
+        """Yields a problem and the positions of its samples. Its filling must be added before the next."""
+        problem = self._problem
+        for ends in self._ends:
+            batches = [some[first:end] for some, first, end in zip(problem.batches, self._begins, ends, strict=True)]
+            positions = [np.array(sorted(at for batch in some for at in batch.positions), np.int64) for some in batches]
+            left = [some.tolist() for some in positions]
+            most_open = problem.most_open
+            yield (
+                make_problem(problem.jobs, problem.limits, left=left, ready=self._ready, most_open=most_open),
+                positions,
+            )
+            self._begins = ends
+
+    def add(self, filling: Filling) -> None:
+        """Adds the slots of the part."""
+        last_slot = {job: slot for slot, replicas in enumerate(filling) for parts in replicas for job, *_ in parts}
+        earliest = [
+            last_slot[job] + self._problem.num_stages if job in last_slot else ready
+            for job, ready in enumerate(self._ready)
+        ]
+        self._ready = [max(0, slot - len(filling)) for slot in earliest]
+        self.filling += [
+            tuple(tuple((job, self._begins[job] + batch, mask) for job, batch, mask in parts) for parts in replicas)
+            for replicas in filling
+        ]
