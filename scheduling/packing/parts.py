@@ -14,14 +14,10 @@ def part_ends(problem: Problem) -> list[list[int]]:
     """Returns per part, in their order, how many batches of each job lie in it or before. The last part ends with all.
 
     A job that has rests comes to its n-th one in part n. One without fills the microbatches of the others: each part
-    has as large a share of its batches as of their tokens.
+    has as large a share of its batches as of their tokens. So does one that has come later: nobody waits for it.
     """
     counts = [len(batches) for batches in problem.batches]
-    rests_by_job: dict[int, list[int]] = {}
-    for number, (job, batches, rests) in enumerate(zip(problem.jobs, problem.batches, problem.rests, strict=True)):
-        if rests and batches:
-            first = job.batch_of(batches[0].positions[0])
-            rests_by_job[number] = [min(max(rest - first, 0), len(batches)) for rest in rests]
+    rests_by_job = {number: ends for number, ends in enumerate(_rests(problem)) if ends}
     if len(rests_by_job) < 2:
         return [counts] if any(counts) else []  # nobody waits for another
     sums = {job: [0, *accumulate(batch.total for batch in problem.batches[job])] for job in rests_by_job}
@@ -32,6 +28,20 @@ def part_ends(problem: Problem) -> list[list[int]]:
         share = sum(sums[job][end] for job, end in ends.items()) / tokens
         parts.append([ends.get(job, round(share * count)) for job, count in enumerate(counts)])
     return [ends for before, ends in pairwise([*parts, counts]) if ends != before]
+
+
+def _rests(problem: Problem) -> list[list[int]]:
+    """Returns per job the batches left before each of its rests; none if another has gone on from a rest before it."""
+    reached, passed = [0] * len(problem.jobs), 0
+    rests_left: list[list[int]] = [[] for _ in problem.jobs]
+    for number, (job, batches, rests) in enumerate(zip(problem.jobs, problem.batches, problem.rests, strict=True)):
+        if rests and batches:
+            first = job.batch_of(batches[0].positions[0])
+            has_begun = len(batches[0].positions) < len(job.batch_positions(first))
+            reached[number] = sum(rest <= first for rest in rests)
+            passed = max(passed, sum(rest < first + has_begun for rest in rests))
+            rests_left[number] = [min(max(rest - first, 0), len(batches)) for rest in rests]
+    return [rests if count >= passed else [] for rests, count in zip(rests_left, reached, strict=True)]
 
 
 class Parts:

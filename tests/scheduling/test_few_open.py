@@ -118,3 +118,26 @@ def test_a_search_spares_what_halving_ends(others):
         assert not taken, "who ends has gone on while others came to the comparison"
     assert all(job.num_batches == steps[job.name] for job in plan.jobs if job.name in running)
     assert sum(ref.adapter in steps for slot in plan.slots for ref in slot.samples) <= 0.45 * 64 * 32
+
+
+def slots_of(plan, name):
+    return [index for index, slot in enumerate(plan.slots) if any(ref.adapter == name for ref in slot.samples)]
+
+
+def test_nobody_waits_for_one_that_has_come_later():
+    jobs = [AdapterJob(name, [16] * 12, 1) for name in "abc"]
+    rests = dict.fromkeys("abcd", (2, 6))
+    plan = make_plan(jobs, capacity_tokens=64, num_stages=1, tile_tokens=16, rests=rests)
+    later = replan(plan, at_slot=4, add=[AdapterJob("d", [16] * 12, 1)], rests=rests)
+    assert slots_of(later, "d")[0] == slots_of(later, "a")[4] == 4
+    assert slots_of(later, "a")[-1] < slots_of(later, "d")[-1]
+
+
+@pytest.mark.parametrize("at_slot", [1, 2, 3, 4])
+def test_who_is_at_a_rest_waits_for_those_that_are_not(at_slot):
+    jobs = [AdapterJob("short", [16] * 8, 4), AdapterJob("long", [16] * 8, 1)]
+    shape = {"num_stages": 1, "rests": {"short": (1,), "long": (4,)}}
+    plan = make_plan(jobs, capacity_tokens=64, tile_tokens=16, **shape)
+    plan = replan(plan, at_slot=at_slot, **shape)
+    ends = {(name, batch): slot for slot, name, batch in plan.batches_ending()}
+    assert ends["long", 3] < min(slot for slot in slots_of(plan, "short") if slot > ends["short", 0])
