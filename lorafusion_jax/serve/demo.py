@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+
+from sqlalchemy import select
+
 from lorafusion_jax.examples import examples_directory
-from lorafusion_jax.report.console import out
+from lorafusion_jax.report.console import out, say
 from lorafusion_jax.serve.client import Client, ServiceError
 from lorafusion_jax.serve.server import open_database
 from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store import tables
 from lorafusion_jax.serve.store.keys import SCOPES, add_key
 
 JOBS = (
@@ -17,13 +22,18 @@ JOBS = (
 
 
 def submit_demo(url: str, settings: Settings) -> None:
-    """Adds keys for two users and one for the page, and submits the jobs."""
+    """Adds keys for two users and one for the page, and submits the jobs; a home that has jobs goes on with those."""
     data = examples_directory() / "data"
     db = open_database(settings)
     with db.write() as connection:
-        keys = {owner: add_key(connection, owner)[1] for owner in ("ana", "ben")}
-        admin = add_key(connection, "admin", SCOPES)[1]
+        is_new = connection.execute(select(tables.jobs.c.id).limit(1)).first() is None
+        keys = {owner: add_key(connection, owner)[1] for owner in ("ana", "ben")} if is_new else {}
+        admin = add_key(connection, "admin", SCOPES)[1] if is_new else ""
     db.close()
+    if not is_new:
+        new_key = f"lorafusion keys add admin --admin --home {shlex.quote(str(settings.home))}"
+        say(out(), f"the jobs of this home go on; another key: {new_key}")
+        return
     out().print(f"key of the page: [bold]{admin}[/bold]", highlight=False)
     for owner, name, train, held_out, lora, batch in JOBS:
         job = {

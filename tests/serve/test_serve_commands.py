@@ -21,7 +21,9 @@ from lorafusion_jax.serve import demo, server
 from lorafusion_jax.serve.cli.jobs import job_of
 from lorafusion_jax.serve.cli.serve import read_places, read_sampler_places
 from lorafusion_jax.serve.client import Client, Job, ServiceError
-from lorafusion_jax.serve.store.keys import KEY
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store.jobs import Jobs
+from lorafusion_jax.serve.store.keys import KEY, list_keys
 
 
 @pytest.fixture
@@ -265,6 +267,26 @@ def test_a_demo_that_is_stopped_at_once_says_so_in_a_line(running, tmp_path, cap
     monkeypatch.setattr(Client, "submit", ends)
     demo.submit_demo("http://127.0.0.1:1", running.service.settings)
     assert "ask of ana was not submitted: " in capsys.readouterr().out
+
+
+def test_a_demo_that_is_started_again_adds_nothing(tmp_path, tiny_base, capsys, monkeypatch):
+    submitted = []
+    monkeypatch.setattr(Client, "submit", lambda client, job: submitted.append(job) or Job(client, "job-0"))
+    settings = Settings(home=tmp_path / "my home", bases={"tiny": tiny_base}, places={4: 1})
+    demo.submit_demo("http://127.0.0.1:1", settings)
+    assert len(submitted) == 3
+    database = server.open_database(settings)
+    with database.write() as connection:
+        spec = {"name": "ask", "base": "tiny", "weight": 1.0}
+        Jobs(database).submit(connection, "ana", spec)
+        keys = list_keys(connection)
+    assert capsys.readouterr().out.startswith("key of the page: tml-lf_")
+    demo.submit_demo("http://127.0.0.1:1", settings)
+    assert len(submitted) == 3
+    assert f"lorafusion keys add admin --admin --home '{tmp_path}/my home'" in capsys.readouterr().out.replace("\n", "")
+    with database.read() as connection:
+        assert list_keys(connection) == keys
+    database.close()
 
 
 def test_the_demo_keeps_what_was_given(tmp_path, monkeypatch):
