@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
+
+import lorafusion_jax.serve.client as module
 from lorafusion_jax.serve.client import Client
 
 
@@ -52,3 +56,33 @@ def test_events_go_on_after_their_server_has_ended():
         thread.join()
     assert [event["step"] for event in events] == [1, 2, 3, 4, 5]
     assert Ends.asked == [0, 2, 4]
+
+
+def job_that_is_answered(monkeypatch, *answers):
+    """A job of a service that answers so, one after another."""
+    rest = iter(answers)
+
+    def request(*_):
+        answer = next(rest)
+        if isinstance(answer, Exception):
+            raise answer
+        return {"state": answer, "reason": "", "problems": []}
+
+    monkeypatch.setattr(Client, "request", request)
+    return Client().job("job-1")
+
+
+def test_who_waits_for_a_job_also_waits_for_its_service(monkeypatch):
+    down, cut = ConnectionRefusedError(111, "refused"), http.client.RemoteDisconnected("cut")
+    job = job_that_is_answered(monkeypatch, "running", cut, down, down, "queued", down, "done")
+    assert job.wait(every_s=0) is job
+    with pytest.raises(ConnectionRefusedError):  # a wrong address, mostly
+        job_that_is_answered(monkeypatch, down).wait(every_s=0)
+    monkeypatch.setattr(module, "AWAY_S", -1.0)
+    with pytest.raises(ConnectionRefusedError):
+        job_that_is_answered(monkeypatch, "running", down).wait(every_s=0)
+
+
+def test_events_of_a_service_that_never_answers_are_an_error():
+    with pytest.raises(ConnectionRefusedError):
+        next(Client("http://127.0.0.1:9").job("job-1").events())

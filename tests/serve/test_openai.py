@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import urllib.error
@@ -14,6 +15,7 @@ from campaigns.service_process import wait_for
 from pydantic import ValidationError
 from training_service import TrainingService
 
+from lorafusion_jax.serve.api.app import Guard
 from lorafusion_jax.serve.api.completion_bodies import ChatBody
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.keys import add_key, revoke_key
@@ -213,6 +215,32 @@ def test_a_stream_ends_with_its_key(service):
             revoke_key(connection, name)
         last = [line for line in answer.read().split(b"\n\n") if line][-1]
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "api.key"
+
+
+@pytest.mark.parametrize(
+    ("path", "is_said"), [("/v1/chat/completions", True), ("/v1/completions", True), ("/v1/events", False)]
+)
+def test_a_stream_that_the_end_of_the_service_cuts_says_so(monkeypatch, path, is_said):
+    """Its connection ends as that of a whole answer does. Events go on at the next server, without a word."""
+    sent = []
+
+    async def stream(guard, scope, receive, send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+        raise asyncio.CancelledError
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    monkeypatch.setattr(Guard, "_look", stream)
+    asyncio.run(Guard(stream, None, ["*"], [])({"type": "http", "path": path, "method": "POST"}, send, send))
+    last = sent[-1]["body"]
+    assert sent[-1]["more_body"] is False
+    assert bool(last) == is_said
+    if is_said:
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert (error["code"], error["type"]) == ("api.ends", "server_error")
 
 
 def test_without_a_worker_it_says_so(start_service, tmp_path, tiny_base):

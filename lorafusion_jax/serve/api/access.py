@@ -176,7 +176,9 @@ def too_many(owner: str, most_turns: int, kind: str) -> ApiError:
 
 
 def service_ends() -> ApiError:
-    return ApiError(503, "api.ends", "the service ends.", fix="ask the next one", headers={"Retry-After": "5"})
+    return ApiError(
+        503, "api.ends", "the service ends.", fix="ask again once it is started again", headers={"Retry-After": "5"}
+    )
 
 
 def expect_turn(service: Service, owner: Owner, question: Question) -> None:

@@ -136,7 +136,8 @@ class Guard:
             if answer.media_type is None:
                 await problems.answer_problem(Request(scope), service_ends())(scope, receive, answer)
             elif answer.media_type.startswith(b"text/event-stream"):
-                await answer({"type": "http.response.body", "body": b"", "more_body": False})
+                last = openai.cut_line() if scope["path"] in openai.PATHS else b""
+                await answer({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _look(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])

@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_jax.serve.api.access import AdaptersRead, Service, ServiceOf
+from lorafusion_jax.serve.api.access import AdaptersRead, Service, ServiceOf, service_ends
 from lorafusion_jax.serve.api.completion_bodies import Body, ChatBody, CompletionBody
 from lorafusion_jax.serve.api.completion_texts import CHAT, TEXT, Shape, Written
 from lorafusion_jax.serve.api.problems import ApiError, answer_problem
@@ -167,13 +167,22 @@ async def _lines(written: Written, first: Row, events: AsyncIterator[Row], *, us
     event: Row | None = first
     while event is not None:
         if "error" in event:
-            problem = completed(_failed(event["error"]).error, "the stream")
-            yield _line({"error": problem | _for_clients(problem)})
+            yield _error_line(_failed(event["error"]))
             return
         for chunk in written.chunks(event, usage=usage):
             yield _line(chunk)
         event = await anext(events, None)
     yield "data: [DONE]\n\n"
+
+
+def cut_line() -> bytes:
+    """The last line of a stream that the end of the service cuts: without it the answer would look whole."""
+    return _error_line(service_ends()).encode()
+
+
+def _error_line(failure: ApiError) -> str:
+    problem = completed(failure.error, "the stream")
+    return _line({"error": problem | _for_clients(problem)})
 
 
 def _line(value: Row) -> str:
@@ -190,7 +199,9 @@ def _failed(problem: Problem) -> ApiError:
 
 
 def _for_clients(problem: Problem) -> dict[str, Any]:
-    kind = "server_error" if problem["code"] in ("api.internal", "api.no-worker") else "invalid_request_error"
+    kind = (
+        "server_error" if problem["code"] in ("api.internal", "api.no-worker", "api.ends") else "invalid_request_error"
+    )
     message = f"{problem['what']} {problem['why']}; {problem['fix']}"
     return {"message": message, "type": kind, "param": problem["where"] or None}
 

@@ -24,6 +24,7 @@ ENDED = ("done", "failed", "cancelled", "rejected", "deleted")
 TRIES = 5
 FOR_GOOD = (socket.gaierror, ssl.SSLError, http.client.InvalidURL)  # another try does not change them
 AGAIN_S = 0.5
+AWAY_S = 600.0  # that a service which has answered may not answer, while somebody waits for a job
 
 
 class ServiceError(Exception):
@@ -176,15 +177,24 @@ class Job:
         return self.client.request("GET", self._path)
 
     def wait(self, timeout_s: float = float("inf"), *, every_s: float = 0.5) -> Job:
-        """Waits until it is done.
+        """Waits until it is done; also while the service is started again.
 
         Raises:
             ServiceError: it was rejected, or failed.
             TimeoutError: it takes longer.
+            OSError: the service cannot be reached, for ten minutes if it has answered before.
         """
         until = time.monotonic() + timeout_s
+        absence = _Absence()
         while True:
-            fields = self.show()
+            try:
+                fields = self.show()
+                absence.end()
+            except (OSError, http.client.HTTPException):
+                if absence.is_too_long(until):
+                    raise
+                time.sleep(every_s)
+                continue
             if fields["state"] == "done":
                 return self
             if fields["state"] in ENDED:
@@ -233,18 +243,26 @@ class Job:
         return self.client.request("GET", f"{self._path}/metrics?from_step={from_step}")["items"]
 
     def events(self, after: int = 0) -> Iterator[dict[str, Any]]:
-        """Yields its events as they happen, until it has ended. A broken connection is continued."""
+        """Yields its events as they happen, until it has ended. A broken connection is continued.
+
+        Raises:
+            ServiceError: the service refused it.
+            OSError: the service cannot be reached, for ten minutes if it has answered before.
+        """
+        absence = _Absence()
         while True:
             try:
                 headers = {"Last-Event-ID": str(after)}
                 with self.client.stream(f"{self._path}/events", headers) as answer:
+                    absence.end()
                     for event in _parse_events(answer):
                         after = event["seq"]
                         yield event
                 if self.show()["state"] in ENDED:  # a stream also ends with its server
                     return
             except (OSError, http.client.HTTPException):
-                pass
+                if absence.is_too_long():
+                    raise
             time.sleep(AGAIN_S)
 
     def adapter(self, folder: str | Path) -> Path:
@@ -270,6 +288,22 @@ class Job:
 
     def _ask(self, action: str) -> dict[str, Any]:
         return self.client.request("POST", f"{self._path}/{action}")
+
+
+class _Absence:
+    """How long a service has not answered, mostly because it is started again."""
+
+    def __init__(self) -> None:
+        self._has_answered, self._since = False, None
+
+    def end(self) -> None:
+        self._has_answered, self._since = True, None
+
+    def is_too_long(self, until: float = float("inf")) -> bool:
+        """Whether it has never answered, or not for `AWAY_S`, or not before a time."""
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        return not self._has_answered or now > min(until, self._since + AWAY_S)
 
 
 def _parse_events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
