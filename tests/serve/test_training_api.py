@@ -90,6 +90,12 @@ def test_requests_run_in_the_order_of_their_numbers_and_once(model, service):
     futures = [model.step(seq=4), model.rows(ROWS[1:], seq=3), model.step(seq=2), model.rows(ROWS[:1], seq=1)]
     again = [model.step(seq=4), model.rows(ROWS[1:], seq=3), model.step(seq=2), model.rows(ROWS[:1], seq=1)]
     assert [future for _, future in futures] == [future for _, future in again]
+    body = {"session_id": model.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
+    for status, refused in (  # as of a second client of the same model, or of a fork
+        model.step(seq=3), model.step(seq=2, learning_rate=0.5), model.rows(ROWS, seq=3),
+        model.ask("/create_model", body),
+    ):  # fmt: skip
+        assert (status, refused["error"]["code"]) == (422, "api.other-request")
     for future in futures:
         model.result(future)
     assert [seq for _, seq in BigramProcess.order[first:]] == [1, 2, 3, 4]

@@ -22,6 +22,7 @@ from lorafusion_jax.serve.tinker.futures import Row, add_future, find_future
 MOST_WAITING = 4096  # requests of a model, or samples of a sampler
 MOST_BYTES = 256 << 20  # of the requests of an owner that wait
 MISSING = "missing"  # kind of a request that never came
+OF_THE_SERVICE = ("refused", "folder")  # values of a request that its client has not sent
 GAP_S = 600.0  # that requests wait for one before them; the SDK sends it again for 5 minutes
 ALIVE_S = 300.0  # after the last sign of its client a session counts as gone, and its models leave their places
 
@@ -110,9 +111,10 @@ def accept(
     """
     stream, future = model["id"], future_of(model["id"], seq)
     if (row := find_future(connection, future, None)) is not None:
-        if row["kind"] not in (kind, MISSING):
-            message = f"request {seq} of this model was {row['kind']}, not {kind}."
-            raise ApiError(422, "api.other-request", message, fix="a number of its own for each request")
+        if difference := _difference(row["kind"], find_request(connection, stream, seq), kind, values or {}, body):
+            message = f"request {seq} of this model was {difference}."
+            fix = "a number of its own for each request: one client for a model, in one process"
+            raise ApiError(422, "api.other-request", message, fix=fix)
         return row
     find_session(connection, model["session"], None)
     job = jobs.get(connection, model["job"])
@@ -138,6 +140,23 @@ def accept(
     connection.execute(t.api_models.update().where(t.api_models.c.id == stream).values(used=time.time()))
     beat(connection, model["session"])
     return add_future(connection, future, model["owner"], stream, seq, kind)
+
+
+def _difference(first_kind: str, first: Row | None, kind: str, values: Row, body: Body | None) -> str:
+    """In what a request differs from the first one of its number, as far as that is known; "" if in nothing.
+
+    Rows are compared by their size: a map of protobuf has no order, so the same rows may be other bytes.
+    """
+    if first_kind == MISSING:
+        return ""
+    if first_kind != kind:
+        return f"{first_kind}, not {kind}"
+    if first is None or first["body"].get("refused"):
+        return ""
+    if body is not None and body.size != first["bytes"]:
+        return f"{kind} with other rows, of {first['bytes']} bytes instead of {body.size}"
+    changed = [key for key in values if key not in OF_THE_SERVICE and values[key] != first["body"].get(key)]
+    return f"{kind} with other values of {', '.join(changed)}" if changed else ""
 
 
 def check_waiting(connection: Connection, stream: str, owner: str, size: int) -> None:

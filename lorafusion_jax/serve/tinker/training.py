@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from sqlalchemy import func, select
+from sqlalchemy import Connection, func, select
 
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.serve.api.access import Service
@@ -77,7 +77,22 @@ def add_model(
             row = {"id": model, "session": session, "owner": owner_name, "seq": seq, "job": job, "base": base}
             row |= {"config": config, "data": data or {}, "created": now, "used": now}
             connection.execute(t.api_models.insert().values(row))
+        elif load is None and (difference := _difference(connection, model, base, config)):
+            message = f"model {seq} of this session was made with {difference}."
+            fix = "a model_seq_id of its own for each model: one client for a session, in one process"
+            raise ApiError(422, "api.other-request", message, fix=fix)
     return {"request_id": future, "model_id": model}
+
+
+def _difference(connection: Connection, model: str, base: str, config: Row) -> str:
+    """In what a model differs from what is asked for again; "" if in nothing, and of one that was refused."""
+    query = select(t.api_models.c.base, t.api_models.c.config).where(t.api_models.c.id == model)
+    row = connection.execute(query).first()
+    if row is None:
+        return ""
+    first, asked = {"base_model": row.base} | row.config, {"base_model": base} | config
+    changed = [key for key in asked if key != "seed" and asked[key] != first.get(key)]
+    return ", ".join(f"{key} {first.get(key)} instead of {asked[key]}" for key in changed)
 
 
 def _spec(model: str, base: str, config: Row, answer: Row, load: Row | None) -> Row:
