@@ -83,7 +83,8 @@ def run_numbers(run: Path) -> dict:
         "compared": [list(group) for group in ranking.groups],
         "ranking": list(ranking.lines),
         "early_stops": dict(stops.reasons),
-        "spared_slots": stops.spared,
+        "spared_steps": stops.steps,
+        "spared_slots": stops.slots,
         **_phase(holder, start),
     }
 
@@ -140,6 +141,7 @@ def _starting_numbers(run: Path, holder: dict, start: dict) -> dict:
         "compared": [],
         "ranking": [],
         "early_stops": {},
+        "spared_steps": 0,
         "spared_slots": 0,
         **_phase(holder, start),
     }
@@ -266,7 +268,7 @@ def status_screen(numbers: dict) -> Group:
         else []
     )
     best = [Text(line, style="bold") for line in numbers["ranking"]]
-    stops = EarlyStops(reasons=numbers["early_stops"], spared=numbers["spared_slots"])
+    stops = EarlyStops(reasons=numbers["early_stops"], steps=numbers["spared_steps"], slots=numbers["spared_slots"])
     notes += map(Text, stops.lines(speed["slot_seconds"] if speed else None))
     return Group(head, *_devices(numbers), table, *best, *notes, *rates)
 

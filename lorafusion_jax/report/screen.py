@@ -270,7 +270,7 @@ class Screen:
         row.stopped = event.status if event.status in ("paused", "cancelled") else ""
         change = f"weight {event.weight:g}" if event.weight is not None else event.status
         if event.action == "stop":
-            self._line(f"{event.adapter}  ends early {event.reason}", always=True)
+            self._line(f"{event.adapter}  ends early, {event.reason}", always=True)
             return
         self._line(f"{event.adapter}  step {event.step}/{event.num_steps}  {event.action}: {change}", always=True)
 

@@ -24,8 +24,10 @@ class Selection:
 
     def evaluates_between(self, name: str, step: int) -> bool:
         """Whether an adapter is evaluated after this step, even if it is not its last."""
-        every, num_steps = self._job.config.train.eval_every_steps, self._progress.adapters[name].num_steps
-        return bool(every and step % every == 0) or self._job.config.halving.compares_at(step, num_steps)
+        every, adapter = self._job.config.train.eval_every_steps, self._progress.adapters[name]
+        if str(step) in adapter.compared:  # which may be no share of its steps any more, if it ended there
+            return True
+        return bool(every and step % every == 0) or self._job.config.halving.compares_at(step, adapter.num_steps)
 
     def take(self, name: str, step: int, metrics: Mapping[str, float]) -> bool:
         """Counts an evaluation. Returns whether it is the adapter's best."""

@@ -135,12 +135,13 @@ def test_screens_say_who_ended_early_and_what_it_spared(stopped, capsys):
     show_result(console, stopped)
     text = capsys.readouterr().out
     assert "best: best, held-out loss" in text
-    assert "idle: ended early halved at step 3 of 12: eval_loss" in text
-    spared = open_run(stopped.folder).numbers["spared_slots"]
-    assert spared > 0
-    assert f"early stops spared {spared} microbatches, about" in text
+    assert "idle: ended early, halved at step 3 of 12: eval_loss" in text
+    numbers = open_run(stopped.folder).numbers
+    steps = sum(STEPS - adapter.num_steps for adapter in stopped.adapters.values())
+    assert (numbers["spared_steps"], numbers["spared_slots"] > 0) == (steps, True)
+    assert f"early stops spared {steps} steps and {numbers['spared_slots']} microbatches, about" in text
     assert "NAME/best" in text
-    assert f"early stops spared {spared}" in str(open_run(stopped.folder))
+    assert f"early stops spared {steps} steps" in str(open_run(stopped.folder))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +203,9 @@ def test_adapters_with_unequal_steps_are_compared_after_a_share_of_their_own(job
         "halved at step 6 of 12",
         "halved at step 2 of 4",
     ]
+    rows = [row for row in read_rows(folder / "shares" / "metrics.jsonl") if row["kind"] == "eval"]
+    evaluated = [(row["adapter"], row["step"]) for row in rows]
+    assert len(set(evaluated)) == len(evaluated), "who ended at a comparison has its result"
 
 
 def test_check_says_that_a_step_is_no_measure_for_unequal_batches(job, batches):
