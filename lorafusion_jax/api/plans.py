@@ -12,8 +12,7 @@ from rich.console import Console
 from lorafusion_jax.adapters.table import KINDS
 from lorafusion_jax.api.jobs import Job, job_of
 from lorafusion_jax.api.plan_screen import show_plan
-from lorafusion_jax.api.shown import Shown
-from lorafusion_jax.api.timelines import TimelineView
+from lorafusion_jax.api.shown import Shown, TimelineView
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.model_fit import longest_texts

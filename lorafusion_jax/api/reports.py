@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lorafusion_jax.api.shown import framed
+from lorafusion_jax.api.shown import Page
 from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.files import replace_text
 from lorafusion_jax.report.page.build import ReportedRun, report_page
-
-HEIGHT = 900
 
 
 @dataclass(frozen=True, slots=True)
-class ReportView:
+class ReportView(Page):
     """The page of `lorafusion report`; every access reads the run folders again.
 
     Args:
@@ -24,17 +21,10 @@ class ReportView:
     """
 
     folders: tuple[Path, ...]
-
-    def save(self, path: str | Path) -> Path:
-        """Writes the page as one HTML file."""
-        replace_text(Path(path), self._page())
-        return Path(path)
+    height = 900
 
     def _page(self) -> str:
         return report_page([ReportedRun(folder=folder, numbers=run_numbers(folder)) for folder in self.folders])
-
-    def _repr_html_(self) -> str:
-        return framed(self._page(), HEIGHT)
 
 
 def make_report(runs: Sequence[str | Path]) -> ReportView:

@@ -11,13 +11,11 @@ from typing import Any
 
 from rich.console import Console, Group
 
-from lorafusion_jax.api.curves import Curve, draw_curves
 from lorafusion_jax.api.jobs import Job, job_of
 from lorafusion_jax.api.plans import JobPlan
 from lorafusion_jax.api.reports import ReportView
-from lorafusion_jax.api.shown import PRE, Shown, as_html, recording_console
+from lorafusion_jax.api.shown import PRE, Curve, Shown, TimelineView, as_html, draw_curves, recording_console
 from lorafusion_jax.api.status import run_numbers, status_screen
-from lorafusion_jax.api.timelines import TimelineView
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import ConfigError

@@ -6,22 +6,26 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
-from lorafusion_jax.checkpoint.hub_upload import hub, upload
 from lorafusion_jax.cli.common import RunPath, next_command
 from lorafusion_jax.digests import FILE as SUMS
 from lorafusion_jax.digests import Damage, find_damage, has_digests, refuse_damage
-from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
+from lorafusion_jax.errors import CheckpointError, ConfigError, install_line, raise_all
+from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.readable import RECORD, NotReadableError, check_regular
-from lorafusion_jax.report.card_results import results, rows_by_adapter
 from lorafusion_jax.report.console import MOST_LINES, out, say
+from lorafusion_jax.report.format import loss_text
 from lorafusion_jax.report.servers import base_if_here, commands, type_of, why_not_in_vllm
+
+MOST_ROWS = 12
+BARS = "▁▂▃▄▅▆▇█"
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -321,3 +325,82 @@ def _no_link(run: Path, source: Path) -> None:
             where=str(links[0]),
             fix="put what it points to in its place, or export another --step",
         )
+
+
+def hub() -> Any:
+    """Returns the hub's client.
+
+    Raises:
+        ConfigError: `export.no-hub`.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        message = "--push needs the hf extra, which is not installed."
+        raise ConfigError("export.no-hub", message, fix=f"{install_line('hf')}, then: hf auth login") from None
+    return huggingface_hub.HfApi()
+
+
+def upload(folder: Path, name: str) -> None:
+    """Creates a private model on the hub, if it is new, and uploads a folder to it.
+
+    Raises:
+        CheckpointError: `export.push`; the folder stays.
+    """
+    client = hub()
+    try:
+        client.create_repo(name, private=True, exist_ok=True)
+        client.upload_folder(repo_id=name, folder_path=str(folder))
+    except Exception as problem:  # the client raises many types; each means that nothing or not all was uploaded
+        raise CheckpointError(
+            "export.push",
+            f"{folder} was written, but not uploaded to {name}.",
+            why=f"{type(problem).__name__}: {problem}",
+            fix=f"hf auth login, then: hf upload {name} {folder}",
+        ) from None
+
+
+def rows_by_adapter(log: Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of a log by adapter."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in read_rows(log):
+        rows.setdefault(str(row.get("adapter")), []).append(row)
+    return rows
+
+
+def results(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a section of Markdown about the metrics of an adapter; "" without."""
+    train, held_out = {}, {}
+    for row in rows:
+        if row["kind"] in ("step", "eval"):
+            losses, key = (train, "loss") if row["kind"] == "step" else (held_out, "eval_loss")
+            if row.get(key) is not None:
+                losses[row["step"]] = row[key]
+    if not train:
+        return ""
+    lines = ["", "## Results", "", "| step | training loss | held-out loss |", "|---|---|---|"]
+    steps = _spread(sorted(held_out)) if len(held_out) > 1 else _spread(sorted({*train, *held_out}))
+    lines += [f"| {step} | {loss_text(train.get(step))} | {loss_text(held_out.get(step))} |" for step in steps]
+    lines += ["", f"Training loss of steps {min(train)} to {max(train)}: `{curve([train[s] for s in sorted(train)])}`"]
+    return "\n".join(lines) + "\n"
+
+
+def curve(values: list[float], width: int = 40) -> str:
+    """A line of bars, each the mean of its part.
+
+    >>> curve([4.0, 3.0, 2.0, 1.0])
+    '█▆▃▁'
+    """
+    count = min(width, len(values))
+    edges = [round(index * len(values) / count) for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in means)
+
+
+def _spread(steps: list[int]) -> list[int]:
+    """At most `MOST_ROWS` of them, first and last included."""
+    if len(steps) <= MOST_ROWS:
+        return steps
+    return [steps[round(index * (len(steps) - 1) / (MOST_ROWS - 1))] for index in range(MOST_ROWS)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +12,45 @@ import numpy as np
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import cache
 from lorafusion_jax.data.chosen_rows import ChosenRows, choose_rows
+from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.fit_length import MOST_LOST, Fit, fit_length
 from lorafusion_jax.data.formats import Layout, detect_layout
 from lorafusion_jax.data.join_sets import SetBuilder, join_reports
+from lorafusion_jax.data.messages import ROLES, BadRow
 from lorafusion_jax.data.other_rows import refuse_other_rows
-from lorafusion_jax.data.parse_examples import PROBLEMS, parse_examples, refuse_shortened
 from lorafusion_jax.data.render import EncodedRows, encode_examples, joined_note
-from lorafusion_jax.data.rows import RawSource, Rows, RowsError
+from lorafusion_jax.data.row_parsers import PARSERS
+from lorafusion_jax.data.rows import RawSource, Rows, RowsError, typed_row
 from lorafusion_jax.data.segments import code_of
 from lorafusion_jax.data.sources import open_source, row_blocks
 from lorafusion_jax.data.token_rows import FORMAT, LABELS, parse_token_rows, unended_rows
 from lorafusion_jax.data.tokenized_segments import tokenize_segments
 from lorafusion_jax.data.tokenized_set import DataReport, Fields, TokenizedSet, quantiles
 from lorafusion_jax.data.tokenizer import Tokenizer
-from lorafusion_jax.errors import DataError, ErrorList, raise_all
+from lorafusion_jax.errors import DataError, ErrorList, LoraFusionError, raise_all
 from lorafusion_jax.objective.protocol import SFT, Chosen
 
+LARGEST_ROW = 4 << 20  # characters; a tokenizer takes about 100 bytes and 1 µs for each
+FIXES = {
+    "data.no-answer": "give these rows an answer or take them out",
+    "data.not-text": "take these rows out: adapters learn from text; images, audio and video are not supported",
+    "data.bad-role": "one of " + ", ".join(ROLES),
+    "data.bad-type": "text, or for messages a list of {role, content}",
+    "data.bad-column": "repair these rows, or take the column out",
+    "data.two-systems": "keep the system text in one place",
+    "data.bad-weight": "weight: 0 or 1; train, loss, masked and the like: true or false; on messages of the assistant",
+    "data.large-row": "split the text into several rows, or take these rows out",
+}
+PROBLEMS = {
+    "data.no-answer": "have no answer",
+    "data.not-text": "hold images, audio or video",
+    "data.bad-role": "have an unknown role",
+    "data.bad-type": "cannot be used as they are",
+    "data.bad-column": "have a column that cannot be used",
+    "data.two-systems": "have two different system texts",
+    "data.bad-weight": "have an invalid weight or train flag",
+    "data.large-row": "are too large to be tokenised",
+}
 CHARACTERS_PER_TOKEN = 256
 MOST_NAMED = 3  # reasons that a note tells
 LEFT_OUT = {*PROBLEMS, "data.bad-row", "data.bad-json", "data.template"}  # of rows that are left out, if they are few
@@ -277,3 +301,90 @@ def _collect(
         rows=np.array([rows.number(row) for row in fit.kept], np.int64),
         report=report,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """The rows of a source.
+
+    Attributes:
+        shortened: rows that were too large and were cut.
+    """
+
+    values: list[Example]
+    shortened: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Problems:
+    """Bad rows by error code."""
+
+    rows_by_code: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+
+    def add(self, row: int, problem: BadRow) -> None:
+        self.rows_by_code.setdefault(problem.code, []).append((row, problem.why))
+
+    def errors(self, rows: Rows, adapter: str) -> list[LoraFusionError]:
+        return [
+            rows.refuse(
+                code,
+                f"{adapter}: {len(bad)} of {len(rows.values)} rows {PROBLEMS[code]}.",
+                bad,
+                fix=FIXES[code],
+            )
+            for code, bad in self.rows_by_code.items()
+        ]
+
+
+def parse_examples(
+    rows: Rows, layout: Layout, *, adapter: str, need_answer: bool = True, cut_at: int | None = None
+) -> Examples:
+    """Turns rows into conversations, pairs or texts.
+
+    Args:
+        adapter: adapter name for messages.
+        need_answer: False if every token is learned, so that a conversation needs no answer.
+        cut_at: number of characters to which texts and pairs that are too large are cut (None: they are errors).
+
+    Raises:
+        DataError, ErrorList: the codes in `PROBLEMS`, each with its rows, and `rows.problems`.
+    """
+    parse, types = PARSERS[layout.format], rows.types_of_texts(layout.types)
+    examples: list[Example] = []
+    shortened: list[int] = []
+    problems = _Problems()
+    for number, row in enumerate(rows.values):
+        try:
+            example = parse(typed_row(row, types), layout.columns, need_answer)
+            examples.append(_within_size(example, cut_at))
+            if examples[-1] is not example:
+                shortened.append(number)
+        except BadRow as problem:
+            problems.add(number, problem)
+    raise_all([*rows.problems, *problems.errors(rows, adapter)])
+    return Examples(values=examples, shortened=tuple(shortened))
+
+
+def refuse_shortened(lacking: Sequence[int], rows: Rows, adapter: str) -> None:
+    """Rejects rows that were cut before tokenisation and now have too few tokens.
+
+    Raises:
+        DataError: `data.large-row`.
+    """
+    problems = _Problems()
+    for row in lacking:
+        problems.add(row, BadRow("data.large-row", f"it has more than {LARGEST_ROW} characters in very long tokens"))
+    raise_all(problems.errors(rows, adapter))
+
+
+def _within_size(example: Example, cut_at: int | None) -> Example:
+    """Returns the example, cut if it is too large: a tokenizer can only encode a text as a whole."""
+    texts = [message.get("content") for message in example.messages] if isinstance(example, Chat) else example
+    size = sum(len(text) for text in texts if isinstance(text, str))
+    if size <= LARGEST_ROW:
+        return example
+    if cut_at is None or isinstance(example, Chat):
+        raise BadRow("data.large-row", f"it has {size} characters, more than {LARGEST_ROW}")
+    if isinstance(example, Text):
+        return Text(example.text[:cut_at])
+    return Pair(example.prompt[:cut_at], example.answer[:cut_at], example.joint)

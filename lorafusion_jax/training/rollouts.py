@@ -18,6 +18,7 @@ from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.assemble import mix64
 from lorafusion_jax.data.prepare import AdapterData, tokenizer_of
 from lorafusion_jax.data.rollouts import PromptRow, RolloutData, samples_of
+from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
 from lorafusion_jax.files import naming, replace_text
 from lorafusion_jax.generation.engine import ROWS, Answer, Request
@@ -27,12 +28,12 @@ from lorafusion_jax.report.generated import shown_prompt
 from lorafusion_jax.rollout.drawn import Drawn, Turns
 from lorafusion_jax.rollout.functions import Functions
 from lorafusion_jax.rollout.rewards import rewards_of
-from lorafusion_jax.rollout.tools import reply_tokens
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from lorafusion_jax.training.text_samples import LiveGenerator
 
+ASKED, ANSWERED = "ask", "answer"
 SHOWN = 2  # answers of a batch that the run's events and its report have
 type Asked = tuple[str, int, int]  # adapter, batch, lag
 
@@ -369,3 +370,26 @@ def _read(path: Path) -> list[Drawn]:
             why=str(problem),
             fix="restore it from a copy; without it a run draws again what is not in training yet",
         ) from None
+
+
+def reply_tokens(tokenizer: Tokenizer, reply: str, end_token: int | None) -> list[int]:
+    """Encodes a reply after an answer: through the chat template as a user's message, where there is one.
+
+    Args:
+        end_token: that ended the answer; it is not encoded again.
+
+    Raises:
+        TemplateProblem: the template cannot render it.
+    """
+    template = tokenizer.chat_template
+    if template is None:
+        return tokenizer.encode(reply)
+    turns = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
+    replied = [*turns, {"role": "user", "content": reply}]
+    begun = template.render(template.with_arguments(turns))
+    conversation = template.render(template.with_arguments(replied), add_generation_prompt=True)
+    if not conversation.startswith(begun):  # a template that writes earlier turns anew, such as without their thoughts
+        return tokenizer.encode(reply)
+    following = conversation[begun.rindex(ANSWERED) + len(ANSWERED) :]
+    tokens = tokenizer.encode(following)
+    return tokens[1:] if tokens[:1] == [end_token] else tokens

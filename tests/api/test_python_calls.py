@@ -12,8 +12,7 @@ import pytest
 import small_jobs
 
 import lorafusion_jax as lf
-from lorafusion_jax.api.curves import Curve, draw_curves
-from lorafusion_jax.api.shown import recording_console
+from lorafusion_jax.api.shown import Curve, draw_curves, recording_console
 from lorafusion_jax.errors import ConfigError, DataError
 from lorafusion_jax.report.events import RunEvent, SlotDone
 from lorafusion_jax.report.screen import Screen

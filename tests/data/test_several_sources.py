@@ -16,8 +16,7 @@ from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source
 from lorafusion_jax.config.schema import AdapterConfig, BatchSettings, DataSettings
 from lorafusion_jax.data import load_samples, row_blocks, sources
-from lorafusion_jax.data.mix import Mix
-from lorafusion_jax.data.prepare import in_order, load_sources
+from lorafusion_jax.data.prepare import Mix, in_order, load_sources
 from lorafusion_jax.data.sources import expand_source, read_rows
 from lorafusion_jax.errors import DataError, LoraFusionError
 from lorafusion_jax.report.data_notes import _notes_of_set

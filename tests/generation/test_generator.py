@@ -17,12 +17,13 @@ from drawn import golden
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
+from lorafusion_jax.cli import generate
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import DataError, ErrorList, LoraFusionError, RunError
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.generation import generator, packing, prompt_file
+from lorafusion_jax.generation import generator, packing
 from lorafusion_jax.generation.answer_text import AnswerTexts
 from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.generator import Generator
@@ -364,26 +365,26 @@ def test_a_system_message_that_a_prompt_cannot_have_is_refused(special_tokenizer
 
 def test_rows_of_csv_have_numbers():
     lines = ["prompt,max_tokens,temperature,adapter,note\n", "hello,5,0.5,law,1\n", "and,,,,\n"]
-    first, second = prompt_file.read_rows(lines, ["med"], Sampling(max_tokens=9), name="rows.csv")
+    first, second = generate.read_rows(lines, ["med"], Sampling(max_tokens=9), name="rows.csv")
     (row,) = first.rows
     assert (row.prompt, row.adapter, row.sampling) == ("hello", "law", Sampling(max_tokens=5, temperature=0.5))
     assert first.others == {"note": "1"}
     assert (second.rows[0].adapter, second.rows[0].sampling) == ("med", Sampling(max_tokens=9))
     with pytest.raises(LoraFusionError, match=r"rows\.csv, row 1: its max_tokens is 'many', not a number"):
-        prompt_file.read_rows(["prompt,max_tokens\n", "hello,many\n"], [], Sampling(), name="rows.csv")
+        generate.read_rows(["prompt,max_tokens\n", "hello,many\n"], [], Sampling(), name="rows.csv")
 
 
 @pytest.mark.parametrize(("stop", "read"), [("hello", ("hello",)), (["a", "bc"], ("a", "bc")), ([], ())])
 def test_a_stop_text_of_a_row_is_one(stop, read):
     lines = [json.dumps({"prompt": "hi", "stop": stop})]
-    (row,) = prompt_file.read_rows(lines, ["med"], Sampling(stop=("other",)), name="rows.jsonl")
+    (row,) = generate.read_rows(lines, ["med"], Sampling(stop=("other",)), name="rows.jsonl")
     assert row.rows[0].sampling.stop == read
 
 
 @pytest.mark.parametrize("stop", [5, None, {"a": 1}, [""], ["a", 1], ""])
 def test_a_stop_that_is_no_text_is_refused(stop):
     with pytest.raises(DataError, match="stop must be a text or texts"):
-        prompt_file.read_rows([json.dumps({"prompt": "hi", "stop": stop})], ["med"], Sampling(), name="rows.jsonl")
+        generate.read_rows([json.dumps({"prompt": "hi", "stop": stop})], ["med"], Sampling(), name="rows.jsonl")
 
 
 @pytest.mark.parametrize("messages", [[{"role": "user", "content": "hi"}], {"role": "user", "content": "hi"}])
@@ -394,6 +395,6 @@ def test_messages_in_a_text_are_json(column, messages):
         "rows.csv": [f"{column},stop\n", f'"{text.replace(chr(34), chr(34) * 2)}",###\n'],
         "rows.jsonl": [json.dumps({column: text, "stop": "###"})],
     }.items():
-        (row,) = prompt_file.read_rows(lines, ["med"], Sampling(), name=name)
+        (row,) = generate.read_rows(lines, ["med"], Sampling(), name=name)
         assert row.rows[0].prompt == [{"role": "user", "content": "hi"}]
         assert row.rows[0].sampling.stop == ("###",)

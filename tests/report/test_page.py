@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from lorafusion_jax.report import page
-from lorafusion_jax.report.page.build import _crowd
+from lorafusion_jax.report.page.build import _crowd, best_shown, rank_adapters
 from lorafusion_jax.report.page.collect import read_curves, thin
-from lorafusion_jax.report.page.rankings import best_shown, rank_adapters
 from lorafusion_jax.report.ranking import Measure
 from lorafusion_jax.report.recorder import encode_row
 from scheduling.plots import svg

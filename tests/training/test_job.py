@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, Extension, OptimSettings
-from lorafusion_jax.data.mix import Mix
-from lorafusion_jax.data.prepare import AdapterData, sample_order
+from lorafusion_jax.data.prepare import AdapterData, Mix, sample_order
 from lorafusion_jax.optim.schedules import learning_rates
 from lorafusion_jax.session.task import first_steps, step_rates
 
