@@ -1,4 +1,4 @@
-"""Costs of a model's parts (layer, embedding, head), from which the costs of any stages are added up."""
+"""Costs of the parts of a model (layer, embedding, head): the costs of any stages, and how many layers each gets."""
 
 from __future__ import annotations
 
@@ -190,3 +190,25 @@ def _sum(shares: Sequence[tuple[float, PassCost]], call_s: float) -> PassCost:
         square_s=float(sum(n * cost.square_s for n, cost in shares)),
         floor_s=float(sum(n * cost.floor_s for n, cost in shares)),
     )
+
+
+def deal_layers(
+    num_layers: int, num_stages: int, *, layer: float, embed: float = 0.0, head: float = 0.0
+) -> tuple[int, ...]:
+    """Assigns whole layers one by one, each to the stage that costs least with it.
+
+    cost(s) = layer · layers(s) + embed on the first + head on the last;  layers(s) ≥ 1
+
+    As all layers cost the same, this is optimal: no layout has a faster slowest stage or, given that, a faster second
+    slowest stage. Ties go to the later stage, because earlier stages hold more microbatches in flight.
+
+    >>> deal_layers(32, 4, layer=1.0, head=2.4)
+    (8, 9, 9, 6)
+    """
+    ends = [0.0] * num_stages
+    ends[0] += embed
+    ends[-1] += head
+    counts = [1] * num_stages
+    for _ in range(num_layers - num_stages):
+        counts[min(range(num_stages), key=lambda stage: (ends[stage] + layer * (counts[stage] + 1), -stage))] += 1
+    return tuple(counts)

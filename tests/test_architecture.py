@@ -44,7 +44,7 @@ NO_JAX = (
     "lorafusion_jax.cli.main",
     "lorafusion_jax.api.plans",
     "lorafusion_jax.serve.server",
-    "lorafusion_jax.serve.control.check",
+    "lorafusion_jax.serve.control.child_process",
     "lorafusion_jax.serve.client",
 )
 OPTIONAL = {

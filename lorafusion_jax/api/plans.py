@@ -142,7 +142,7 @@ def check_start(config: JobConfig, prepared: Prepared) -> None:
         for adapter in config.adapters
     )
     if not builtin:
-        from lorafusion_jax.optim.check import check_optimizers
+        from lorafusion_jax.optim.step import check_optimizers
         from lorafusion_jax.session.base import check_adapters
 
         check_adapters(config, prepared)

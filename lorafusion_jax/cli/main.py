@@ -196,7 +196,7 @@ COMMANDS = {
     **{name: f"lorafusion_jax.cli.control:{name}_adapter" for name in CONTROLS},
     "data": "lorafusion_jax.cli.data:app",
 }
-COMMANDS |= import_module("lorafusion_jax.serve.cli.commands").COMMANDS  # by name: its rooms are above this one
+COMMANDS |= import_module("lorafusion_jax.serve.cli").COMMANDS  # by name: its rooms are above this one
 COMMANDS = {name: COMMANDS[name] for name in PANELS}
 app = typer.Typer(
     cls=group_of(COMMANDS),

@@ -1,4 +1,7 @@
-"""Second step of loading a job: adapter entries with the shared defaults, and with the settings of a warm start."""
+"""Second step of loading a job: adapter entries with the shared defaults, and with the settings of a warm start.
+
+Files of its base are read where they are at hand: nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.adapters.table import unknown_kind
-from lorafusion_jax.config.base_file import model_of
 from lorafusion_jax.config.explain import unknown_key
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.rollout_section import prompts_as_data
@@ -110,3 +112,31 @@ def _base_of(base: Any, directory: Path) -> ModelConfig | None:
     if not isinstance(name, str) or not name or not (revision is None or isinstance(revision, str)):
         return None
     return model_of(name, revision, directory)
+
+
+def base_file(file_name: str, name: str, revision: str | None, directory: Path) -> Path | None:
+    """A file of the base: in its folder, or in the hub's cache, where a run finds it, too.
+
+    Args:
+        name: folder or hub name of the base.
+        directory: of the job file.
+    """
+    try:
+        file = directory / name / file_name
+        if file.is_file():
+            return file
+        from huggingface_hub import try_to_load_from_cache
+
+        cache_path = try_to_load_from_cache(name, file_name, revision=revision)
+    except (ImportError, OSError, ValueError):
+        return None
+    return Path(cache_path) if isinstance(cache_path, str) else None
+
+
+def model_of(name: str, revision: str | None, directory: Path) -> ModelConfig | None:
+    """The shape of the base; None where it cannot be read, which its readers say."""
+    file = base_file("config.json", name, revision, directory)
+    try:
+        return None if file is None else ModelConfig.from_hf(file)
+    except (LoraFusionError, OSError, ValueError):
+        return None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lorafusion_jax.adapters.patterns import matches
 from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
-from lorafusion_jax.config.base_file import base_file, model_of
+from lorafusion_jax.config.merge import base_file, model_of
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean, raise_all
 from lorafusion_jax.families.model import ModelConfig

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, TypeGuard
 
-from lorafusion_jax.config.key_places import SWEPT
+from lorafusion_jax.config.explain import SWEPT
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.values import as_number

@@ -18,13 +18,12 @@ from jaxtyping import Array
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.modules.context import LoRAContext
-from lorafusion_jax.modules.exchanged_class import exchanged_class, own_class
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.lora_product import Leaves, expert_products, lora_product
 from lorafusion_jax.modules.plan import Calls, LoRAPlan
 from lorafusion_jax.modules.product import Product, Result, Stored, exchange_product, unsupported_linear
 from lorafusion_jax.modules.siblings import Call, product_beside_siblings
-from lorafusion_jax.modules.tree import Path, dotted
+from lorafusion_jax.modules.tree import Path, dotted, exchanged_class, own_class
 from lorafusion_jax.modules.use import context_of, note_reader
 
 _READ = "lora_read"  # metadata of a stand-in: the variable, and what notes that it is read

@@ -21,7 +21,7 @@ from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec, refuse_only_in
 from lorafusion_jax.adapters.table import adapter_kind, leaves_of
 from lorafusion_jax.errors import ConfigError, RunError, first_few, raise_all
 from lorafusion_jax.modules.context import LoRAContext
-from lorafusion_jax.modules.linen_held import HeldLayer, LinenAdapters
+from lorafusion_jax.modules.linen_held import HeldLayer, LinenAdapters, copy_dicts, node_at
 from lorafusion_jax.modules.linen_intercept import COLLECTION, SITE, Kinds, adapters_of, intercept, weights_of
 from lorafusion_jax.modules.linen_layers import (
     KERNELS,
@@ -33,10 +33,8 @@ from lorafusion_jax.modules.linen_layers import (
 )
 from lorafusion_jax.modules.linen_quantised import check_plain, quantise_params
 from lorafusion_jax.modules.linen_report import report_ran
-from lorafusion_jax.modules.linen_tree import copy_dicts, node_at
 from lorafusion_jax.modules.lora_product import Leaves, expert_products, lora_product
 from lorafusion_jax.modules.match import EXPERTS, name_matches, unknown_names
-from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Result
 from lorafusion_jax.modules.report import LoRAReport
@@ -45,6 +43,7 @@ from lorafusion_jax.modules.use import SHOWN, check_inside, staging, traced_anew
 from lorafusion_jax.modules.weights import (
     adapter_arrays,
     load_adapter,
+    merged_weight,
     only_adapter,
     put_adapter_arrays,
     refuse_bypassed,

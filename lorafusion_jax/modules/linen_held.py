@@ -8,7 +8,6 @@ from typing import Any
 from flax import nnx
 
 from lorafusion_jax.modules.adapted import LoRAConstant
-from lorafusion_jax.modules.linen_tree import node_at
 from lorafusion_jax.modules.plan import LoRAPlan
 
 
@@ -40,3 +39,15 @@ class LinenAdapters(nnx.Module):
             if plan is not None:
                 node_at(tree, layer.path).update({name: getattr(layer, name)[...] for name in plan.leaf_names})
         return tree
+
+
+def node_at(tree: Any, path: tuple[str, ...]) -> Any:
+    """Returns the dictionary at a path, and makes it where there is none."""
+    for part in path:
+        tree = tree.setdefault(part, {})
+    return tree
+
+
+def copy_dicts(tree: Any) -> dict[str, Any]:
+    """Copies the dictionaries of a tree, with the same leaves."""
+    return {key: copy_dicts(value) if isinstance(value, Mapping) else value for key, value in tree.items()}

@@ -9,8 +9,8 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict
 
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.modules.linen_held import copy_dicts, node_at
 from lorafusion_jax.modules.linen_layers import LinenLayer
-from lorafusion_jax.modules.linen_tree import copy_dicts, node_at
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.storing import check_mesh, store
 from lorafusion_jax.weights.table import check_kernels, stored_kind

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from flax import linen as nn
 
+from lorafusion_jax.modules.linen_held import copy_dicts, node_at
 from lorafusion_jax.modules.linen_layers import LinenLayer, Ran
-from lorafusion_jax.modules.linen_tree import copy_dicts, node_at
 from lorafusion_jax.modules.match import EXPERTS
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.report import HEAD, UNTARGETED, AdaptedRow, LoRAReport, SkippedRow

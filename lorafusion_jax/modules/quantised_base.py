@@ -12,13 +12,12 @@ from jaxtyping import Array
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import call_exchanged
-from lorafusion_jax.modules.exchanged_class import exchanged_class
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.match import Candidate, check_owners, find_candidates, is_experts
 from lorafusion_jax.modules.product import Result
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.storing import check_mesh, store
-from lorafusion_jax.modules.tree import dotted
+from lorafusion_jax.modules.tree import dotted, exchanged_class
 from lorafusion_jax.weights.table import NONE, check_kernels, stored_kind
 
 _LINEAR, _PATH = "stored_linear", "stored_path"  # attributes of a layer without adapters whose weight is stored

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from lorafusion_jax.modules.exchanged_class import own_class
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.match import check_model, find_candidates, is_experts
 from lorafusion_jax.modules.quantised_base import stored_weight
 from lorafusion_jax.modules.stored_weight import StoredWeight
-from lorafusion_jax.modules.tree import dotted
+from lorafusion_jax.modules.tree import dotted, own_class
 from lorafusion_jax.weights.table import NONE
 
 HEAD = "output head: all-linear leaves it out, name it to adapt it"

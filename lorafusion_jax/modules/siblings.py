@@ -23,12 +23,11 @@ from flax.errors import TraceContextError
 from jaxtyping import Array
 
 from lorafusion_jax.modules.context import LoRAContext
-from lorafusion_jax.modules.exchanged_class import exchanged_class, own_class
 from lorafusion_jax.modules.lora_product import Leaves, lora_products, operands_of
 from lorafusion_jax.modules.match import check_owners
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Result, Stored
-from lorafusion_jax.modules.tree import walk
+from lorafusion_jax.modules.tree import exchanged_class, own_class, walk
 from lorafusion_jax.modules.use import staging
 
 

@@ -1,10 +1,12 @@
-"""Adapters of any NNX model: converts them to arrays and files and back, and merges them into frozen weights.
+"""Adapters of any NNX model: converts them to arrays and files and back, and merges them into frozen weights,
+in float64 and rounded once.
 
 K in · N out · R padded rank · r an adapter's rank
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,19 +15,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array
 from safetensors.numpy import load_file, save
 
+from lorafusion_jax.adapters.kind import Sizes
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.errors import CheckpointError, ConfigError, first_few
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.modules.adapted import adapted_class
-from lorafusion_jax.modules.exchanged_class import own_class
 from lorafusion_jax.modules.linen_held import LinenAdapters
 from lorafusion_jax.modules.match import check_owners
-from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.plan import Calls, LoRAPlan
-from lorafusion_jax.modules.tree import dotted, walk
+from lorafusion_jax.modules.tree import dotted, own_class, walk
 from lorafusion_jax.modules.use import SHOWN
 
 BASE = "lora_base"  # attribute of the original weight while an adapter is merged
@@ -296,3 +298,33 @@ def _layers_of(model: nnx.Module, name: str) -> Iterator[tuple[Any, LoRAPlan, in
         raise ConfigError(
             "lora.unknown-adapter", f"the model has no adapter '{name}'.", fix=f"one of [{', '.join(names)}]"
         )
+
+
+def merged_weight(
+    weight: Any, spec: AdapterSpec, leaves: Mapping[str, Any], inside: Sequence[int], stack: int = 0
+) -> Array:
+    """Returns the weight with one adapter merged.
+
+    Args:
+        weight: [stacked layers, axes of one layer's weight].
+        spec: the adapter.
+        leaves: its tensors, [stacked layers, ...].
+        inside: axes of one layer's weight that the product sums over.
+        stack: number of leading layer axes.
+    """
+    kind, shape = adapter_kind(spec.kind), weight.shape[stack:]
+    order = [*inside, *(axis for axis in range(len(shape)) if axis not in inside)]
+    back = np.argsort(order)
+    num_in = math.prod(shape[axis] for axis in inside)
+    sizes = Sizes(K=num_in, N=math.prod(shape) // num_in, R=spec.rank, scale=spec.scale)
+    leaf_of = {leaf.name: leaf for leaf in kind.leaves}
+    merged = np.empty(weight.shape, weight.dtype)
+    for number in np.ndindex(weight.shape[:stack]):
+        tensors = {
+            name: leaf_of[name].cut(np.asarray(leaf[number], np.float64), {"K": sizes.K, "N": sizes.N, "R": spec.rank})
+            for name, leaf in leaves.items()
+        }
+        kernel = np.asarray(weight[number], np.float64).transpose(order)
+        changed = kind.merge(kernel.reshape(sizes.K, sizes.N), tensors, sizes)
+        merged[number] = changed.reshape(kernel.shape).transpose(back).astype(weight.dtype)
+    return jnp.asarray(merged)

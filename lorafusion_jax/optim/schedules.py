@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from lorafusion_jax.optim.settings import OptimizerSettings
 from lorafusion_jax.plugins import find, not_known
 
 GROUP = "lorafusion_jax.schedules"
@@ -111,3 +110,30 @@ def _host() -> Any:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         return None
+
+
+class OptimizerSettings(Protocol):
+    """The section `optim` of an adapter."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def warmup(self) -> float: ...
+    @property
+    def min_lr_ratio(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def clip(self) -> float: ...
+    @property
+    def lr_ratios(self) -> Mapping[str, float]:
+        """Factors of the learning rate of named groups of leaves."""
+        ...
+
+    def option(self, name: str) -> float | None:
+        """A number that only some optimizers use; None if the job file does not set it."""
+        ...

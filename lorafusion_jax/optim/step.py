@@ -2,11 +2,13 @@
 
 Its state is that of separate training: step counts are not shared, and factored moments have no padding. Numbers
 (learning rate, decay, …) are arguments of the compiled update, so a sweep compiles once.
+
+`check_optimizers` traces a step of each before a run, on shapes; it starts no backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -15,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.optim.settings import OptimizerSettings
+from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.optim.schedules import OptimizerSettings, schedule
 from lorafusion_jax.optim.table import optimizer
+
+SHAPES = {"lora_a": (2, 12, 4), "lora_b": (2, 4, 10)}  # of two layers
 
 
 class Hyper(NamedTuple):
@@ -176,3 +180,36 @@ def _per_layer(built: optax.GradientTransformation) -> optax.GradientTransformat
         return {name: jax.vmap(built.init)(leaf) for name, leaf in params.items()}
 
     return optax.GradientTransformation(init, update)
+
+
+def check_optimizers(settings: Iterable[OptimizerSettings]) -> None:
+    """Traces a step of each optimizer, and each schedule.
+
+    Raises:
+        ConfigError: `plugin.broken`.
+    """
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    for setting in settings:
+        _traced("optimizer", setting.name, lambda weights, setting=setting: _step(setting, weights), params)
+        build = schedule(setting.schedule).build
+        rates = lambda counts, setting=setting, build=build: build(setting.lr, setting.min_lr_ratio, 8)(counts)  # noqa: E731
+        _traced("schedule", setting.schedule, rates, jax.ShapeDtypeStruct((8,), jnp.int32))
+
+
+def _step(setting: OptimizerSettings, weights):
+    optimizer = transformation(setting, hyper(setting, setting.lr))
+    return optimizer.update(weights, optimizer.init(weights), weights)
+
+
+def _traced(kind: str, name: str, function, shapes) -> None:
+    try:
+        jax.eval_shape(function, shapes)
+    except LoraFusionError:
+        raise
+    except Exception as problem:  # code of another package may raise anything
+        raise ConfigError(
+            "plugin.broken",
+            f"the {kind} '{name}' cannot be used.",
+            why=f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}",
+            fix="update or repair the package that it comes from",
+        ) from None

@@ -20,10 +20,17 @@ from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.planning import memory, ranks
 from lorafusion_jax.planning.memory.problem import FLOAT32
 from lorafusion_jax.planning.network import Network, network_of, with_network
-from lorafusion_jax.planning.part_work import attention_elements, mean_over_layers, row_weights
 from lorafusion_jax.planning.pauses import Pauses, predicted_pauses
 from lorafusion_jax.planning.rebalance import Moved, rebalanced
-from lorafusion_jax.planning.stages import SAMPLE_TOKENS, modelled_costs, stage_layers, worth_in_layers
+from lorafusion_jax.planning.stages import (
+    SAMPLE_TOKENS,
+    attention_elements,
+    mean_over_layers,
+    modelled_costs,
+    row_weights,
+    stage_layers,
+    worth_in_layers,
+)
 from lorafusion_jax.readable import SETTINGS, read_text
 from lorafusion_jax.report.format import count
 from lorafusion_jax.weights.table import NONE, stored_kind

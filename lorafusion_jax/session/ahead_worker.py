@@ -23,7 +23,7 @@ from lorafusion_jax.session.ahead import Request, Rows
 from lorafusion_jax.session.base import parts_of
 from lorafusion_jax.session.mesh import StageMesh, stage_meshes
 from lorafusion_jax.session.parts import Parts
-from lorafusion_jax.session.place_table import PlaceTable
+from lorafusion_jax.session.places import PlaceTable
 from lorafusion_jax.session.programs import StagePrograms
 from lorafusion_jax.session.stage_columns import Position
 from lorafusion_jax.session.stage_weights import LayerWeights

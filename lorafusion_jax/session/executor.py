@@ -4,6 +4,8 @@ A device queues at most 32 programs; then dispatch blocks. With one thread for a
 delays the others: two stages of a 32B model on H200s were idle 11 to 14 % of the time. The input of an event is the
 future of an event issued earlier, so there are no deadlocks.
 
+Before the first slot, stages compile what they run, side by side, by running it on microbatches without samples.
+
 Several processes must dispatch programs with collectives across processes in the same order. Otherwise they deadlock (a
 run of two stages on two processes of CPU devices did). Each process then has one thread for all its stages.
 
@@ -16,9 +18,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,6 +39,7 @@ from lorafusion_jax.session.distant_stage import (
     local_stages,
     receive_activations,
 )
+from lorafusion_jax.session.dry_runs import compile_steps, time_passes, try_evaluation
 from lorafusion_jax.session.failures import FailedEvent, is_of_devices, place_of, stage_failed
 from lorafusion_jax.session.links import Link, Links
 from lorafusion_jax.session.move import first_of, to_stage
@@ -44,7 +47,6 @@ from lorafusion_jax.session.parts import Carried
 from lorafusion_jax.session.processes import is_alone
 from lorafusion_jax.session.spans import Spans
 from lorafusion_jax.session.stage import Stage
-from lorafusion_jax.session.warm_up import compile_stages
 from scheduling.pipeline import Event
 
 AHEAD = 1  # slots queued beyond those in the pipeline: devices need not wait for the host, and memory is bounded
@@ -401,3 +403,69 @@ class Executor:
         yield results.append
         if self._spans is not None and issued is not None:
             self._spans.follow(issued, *results, needed=needed)
+
+
+type Progress = Callable[[Sequence[str]], None]  # called with what still compiles
+type Blaming = Callable[[int, None], AbstractContextManager[None]]  # see `Executor.blaming`
+
+
+def compile_stages(
+    stages: Mapping[int, Stage],
+    num_stages: int,
+    rows: Sequence[Microbatch],
+    held_out: Sequence[Microbatch],
+    *,
+    in_turn: bool,
+    blaming: Blaming,
+    on_progress: Progress,
+    ahead: Ahead,
+) -> dict[str, tuple[float, float]]:
+    """Runs an empty microbatch of each capacity, every kind of step, and an evaluation of each size on each stage.
+
+    A microbatch without samples adds zero to every sum, and steps run on copies, so nothing changes.
+
+    Args:
+        stages: those of this process, by number.
+        num_stages: of all processes.
+        in_turn: all stages have to dispatch in one order.
+        ahead: processes that compile programs of layers meanwhile.
+
+    Returns:
+        What was compiled → start and end by `time.perf_counter`.
+    """
+    work: dict[str, tuple[int, Callable[[], None]]] = {}
+    for index, stage in stages.items():
+        work[f"stage {index}"] = index, partial(_run_training, stage, num_stages, rows, partial(ahead.wait, index))
+        if held_out:
+            evaluate = partial(_run_evaluation, stage, held_out, partial(ahead.wait, index))
+            work[f"evaluation of stage {index}"] = index, evaluate
+    times: dict[str, tuple[float, float]] = {}
+    with ThreadPoolExecutor(1 if in_turn else len(work), "compile") as threads:
+        running = {threads.submit(_time_work, compile_part): name for name, (_, compile_part) in work.items()}
+        programs_left = dict.fromkeys(work)
+        on_progress(list(programs_left))
+        for future in as_completed(running):
+            name = running[future]
+            with blaming(work[name][0], None):
+                times[name] = future.result()
+            del programs_left[name]
+            on_progress(list(programs_left))
+    return times
+
+
+def _run_training(stage: Stage, num_stages: int, rows: Sequence[Microbatch], wait_for: Callable[..., None]) -> None:
+    for microbatch in rows:  # in turn: the sums of a stage go from one pass to the next
+        time_passes(stage, to_stage(microbatch, stage.mesh), partial(wait_for, "backward"))
+    compile_steps(stage, num_stages)
+
+
+def _run_evaluation(stage: Stage, rows: Sequence[Microbatch], wait_for: Callable[..., None]) -> None:
+    wait_for("evaluate")
+    for microbatch in rows:
+        try_evaluation(stage, to_stage(microbatch, stage.mesh))
+
+
+def _time_work(work: Callable[[], None]) -> tuple[float, float]:
+    began = time.perf_counter()
+    work()
+    return began, time.perf_counter()

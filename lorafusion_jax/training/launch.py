@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.begun_folder import StartFile
 from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.requests import remove_parts
 from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, reread_warm_starts
@@ -20,7 +21,7 @@ from lorafusion_jax.config.stack import residents
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import with_references
-from lorafusion_jax.errors import RunError
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
 from lorafusion_jax.report.events import (
     Listener,
     PhaseBegun,
@@ -34,20 +35,18 @@ from lorafusion_jax.report.events import (
 from lorafusion_jax.session.ahead import Ahead, compile_ahead
 from lorafusion_jax.session.assembler import Batches
 from lorafusion_jax.session.compiles import CompileCounter
-from lorafusion_jax.session.processes import barrier, is_alone, is_first
+from lorafusion_jax.session.processes import any_process, barrier, is_alone, is_first
 from lorafusion_jax.session.reading import BASE
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.session.task import first_steps
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.agreement import check_agreement
 from lorafusion_jax.training.changes import Change, recorded_changes
-from lorafusion_jax.training.exclusive import fail_together
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.outcome import RunResult
 from lorafusion_jax.training.references import compute_references, store_references
 from lorafusion_jax.training.run import Run, StartUp
 from lorafusion_jax.training.saver import read_states
-from lorafusion_jax.training.state import Progress
+from lorafusion_jax.training.state import Progress, RunResult
 from scheduling import Plan
 
 
@@ -205,3 +204,39 @@ def _write_folder(
             plan=plan.digest,
         )
     )
+
+
+@contextmanager
+def fail_together() -> Iterator[None]:
+    """Raises on every process if the body raises on any. Collective: every process must enter it equally often.
+
+    Raises:
+        LoraFusionError: the error of this process.
+        CheckpointError: `run.refused`, if another process raised.
+    """
+    error: LoraFusionError | None = None
+    try:
+        yield
+    except LoraFusionError as problem:
+        error = problem
+    if any_process(error is not None) and error is None:
+        error = CheckpointError("run.refused", "another process of this run failed; see its message.")
+    if error is not None:
+        raise error
+
+
+@contextmanager
+def exclusive_run(folder: RunFolder) -> Iterator[None]:
+    """Prevents other processes from training this run, and removes temporary files of killed processes.
+
+    Raises:
+        CheckpointError: `run.in-use` or `run.missing` (there is no run), on all processes of this run.
+    """
+    with ExitStack() as resources:
+        with fail_together():
+            if is_first():
+                resources.enter_context(folder.lock())
+                folder.complete_change()
+                folder.remove_leftovers()  # before any process of this run looks at checkpoints
+                remove_parts(folder.path)
+        yield

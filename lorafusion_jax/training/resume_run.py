@@ -26,12 +26,17 @@ from lorafusion_jax.session.processes import any_process, is_first
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.agreement import check_agreement, job_facts, run_facts
 from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
-from lorafusion_jax.training.exclusive import exclusive_run, fail_together
-from lorafusion_jax.training.launch import initial_adapters, launch, local_listeners, record_phases
-from lorafusion_jax.training.outcome import RunResult
+from lorafusion_jax.training.launch import (
+    exclusive_run,
+    fail_together,
+    initial_adapters,
+    launch,
+    local_listeners,
+    record_phases,
+)
 from lorafusion_jax.training.references import read_references
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
-from lorafusion_jax.training.state import Progress
+from lorafusion_jax.training.state import Progress, RunResult
 from pallas_kernels import config_store
 from pallas_kernels.device import device_kind
 from scheduling import Plan

@@ -37,7 +37,6 @@ from lorafusion_jax.training.exports import AdapterWriter, BackgroundQueue, Expo
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.loop import Interrupted, PlanRun
-from lorafusion_jax.training.outcome import RunResult, stop_event
 from lorafusion_jax.training.references import (
     JoiningReferences,
     compute_references,
@@ -49,7 +48,7 @@ from lorafusion_jax.training.revisions import Revisions
 from lorafusion_jax.training.rollouts import Rollouts
 from lorafusion_jax.training.saver import Saver
 from lorafusion_jax.training.scores import Scores
-from lorafusion_jax.training.state import Progress
+from lorafusion_jax.training.state import Progress, RunResult, stop_event
 from lorafusion_jax.training.text_samples import LiveGenerator
 
 POLL_S = 0.1  # how often a run that waits at its end looks whether a stop is asked for

@@ -32,9 +32,8 @@ from lorafusion_jax.session.base import check_mesh, device_bytes
 from lorafusion_jax.session.processes import barrier, is_first
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.agreement import check_agreement, job_facts
-from lorafusion_jax.training.exclusive import fail_together
-from lorafusion_jax.training.launch import launch, local_listeners, record_phases
-from lorafusion_jax.training.outcome import RunResult
+from lorafusion_jax.training.launch import fail_together, launch, local_listeners, record_phases
+from lorafusion_jax.training.state import RunResult
 from pallas_kernels.device import device_kind
 from scheduling import AdapterJob, Plan, PlanError, verify_plan
 

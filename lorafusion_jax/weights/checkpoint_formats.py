@@ -19,7 +19,7 @@ import numpy as np
 
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.weights import fp8_blocks, int8, nf4
-from lorafusion_jax.weights.nf4_maps import DYNAMIC, NF4
+from lorafusion_jax.weights.nf4 import DYNAMIC, NF4
 from lorafusion_jax.weights.table import NONE
 
 Shape = tuple[int, ...]

@@ -14,8 +14,7 @@ from math import ceil
 from typing import NamedTuple, Protocol
 
 from scheduling.cost_model import CostModel, PassCost
-from scheduling.cost_parts import CostParts, stages_from_parts
-from scheduling.layers import deal_layers
+from scheduling.cost_parts import CostParts, deal_layers, stages_from_parts
 from scheduling.online.costs import TYPICAL_SAMPLE
 from scheduling.online.shapes import LINEARS, ModelShape
 from scheduling.online.types import Job

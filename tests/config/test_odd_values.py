@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from lorafusion_jax.config import schema
-from lorafusion_jax.config.key_places import SWEPT
+from lorafusion_jax.config.explain import SWEPT
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source
 from lorafusion_jax.config.schema import DEFAULTS, SHARED, SINGLE_DEFAULTS

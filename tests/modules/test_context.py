@@ -15,7 +15,7 @@ from host_arrays import filled, normal, on_device
 
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, merge_adapter, only_adapter, use_adapters
-from lorafusion_jax.modules.exchanged_class import exchanged_class
+from lorafusion_jax.modules.tree import exchanged_class
 
 PLAIN = [AdapterSpec(name="law", rank=2, alpha=4), AdapterSpec(name="med", rank=3, alpha=3)]
 DROPPING = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5), AdapterSpec(name="med", rank=3, alpha=3)]

@@ -18,7 +18,7 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import train
 from lorafusion_jax.weights import nf4
-from lorafusion_jax.weights.nf4_maps import DYNAMIC
+from lorafusion_jax.weights.nf4 import DYNAMIC
 
 HERE = Path(__file__).parent
 PEERS = os.environ.get("LORAFUSION_PEERS", "")

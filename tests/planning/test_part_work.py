@@ -13,8 +13,8 @@ from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
-from lorafusion_jax.planning.part_work import row_weights
 from lorafusion_jax.planning.prediction import HIDDEN_GATHERS, predicted_parts
+from lorafusion_jax.planning.stages import row_weights
 from scheduling import GatherCost, shared_parts, stages_from_parts
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"

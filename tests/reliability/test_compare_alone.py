@@ -23,9 +23,16 @@ from lorafusion_jax.session import assembler
 from lorafusion_jax.session.batch_end import BatchEnds
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.training import compare_alone
-from lorafusion_jax.training.compare_alone import ROUNDING, compare, compare_job, first_steps, packed_otherwise
+from lorafusion_jax.training.compare_alone import (
+    ROUNDING,
+    Watched,
+    WatchedSession,
+    compare,
+    compare_job,
+    first_steps,
+    packed_otherwise,
+)
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.watched_steps import Watched, WatchedSession
 from scheduling import verify_plan
 
 NAME, STEPS = "law", 3  # adamw at a rate of 1e-2, dropout, batches of several samples

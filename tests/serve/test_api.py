@@ -23,7 +23,7 @@ from lorafusion_jax.config.places import Places
 from lorafusion_jax.serve.api.app import describe
 from lorafusion_jax.serve.api.streams import _events
 from lorafusion_jax.serve.client import Client, ServiceError, _parse_events
-from lorafusion_jax.serve.control.check import _place_problem
+from lorafusion_jax.serve.control.child_process import _place_problem
 from lorafusion_jax.serve.refusals import FIXES, KEYS, WHYS, completed
 from lorafusion_jax.serve.store import keys as k
 from lorafusion_jax.serve.store import tables as t

@@ -64,11 +64,11 @@ import os, signal, sqlite3, sys, threading, urllib.request
 from contextlib import suppress
 from lorafusion_jax.__main__ import main
 from lorafusion_jax.serve import server
-from lorafusion_jax.serve.control import child, controller, daily_copy
+from lorafusion_jax.serve.control import child, controller
 from lorafusion_jax.serve.store import database
 
 CLOSE_S = 0.5
-controller.CLOSE_S, controller.WRITE_S, daily_copy.LOOK_S, database.BUSY_S = CLOSE_S, 0.0, -1.0, 1.0
+controller.CLOSE_S, controller.WRITE_S, database.LOOK_S, database.BUSY_S = CLOSE_S, 0.0, -1.0, 1.0
 hanging, urls, never = [], [], threading.Event()
 making, writing = controller.Controller, database.Database.write
 

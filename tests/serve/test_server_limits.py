@@ -29,8 +29,8 @@ from lorafusion_jax.serve.api import access, app, connections
 from lorafusion_jax.serve.control import child
 from lorafusion_jax.serve.control import hub as hub_module
 from lorafusion_jax.serve.control.child import Child, TooManyWaiting
+from lorafusion_jax.serve.control.child_process import _row, count
 from lorafusion_jax.serve.control.hub import Hub
-from lorafusion_jax.serve.control.inspect import _row, count
 from lorafusion_jax.serve.control.spec import JobSpec
 from lorafusion_jax.serve.store import database
 from lorafusion_jax.serve.store import tables as t

@@ -14,10 +14,10 @@ from sqlalchemy import select
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_jax.serve.control import daily_copy
 from lorafusion_jax.serve.server import open_database
 from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.states import STATES
+from lorafusion_jax.serve.store import database
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import Database
 from lorafusion_jax.serve.store.jobs import Jobs
@@ -141,7 +141,7 @@ def test_a_damaged_database_is_replaced_by_the_copy_of_its_day(tmp_path, tiny_ba
     service = Service(tmp_path / "home", tiny_base, Packing)
     copy = service.db.daily_copy
     job = service.submit("one", "red", steps=20)
-    monkeypatch.setattr(daily_copy, "LOOK_S", 0.0)
+    monkeypatch.setattr(database, "LOOK_S", 0.0)
     wait_for(copy.exists)
     made = copy.stat().st_mtime_ns
     service.wait(job)

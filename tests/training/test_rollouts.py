@@ -17,9 +17,9 @@ from lorafusion_jax.models import load_decoder
 from lorafusion_jax.objective.choose import choose
 from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.events import SlotDone
-from lorafusion_jax.training.additions import extended
 from lorafusion_jax.training.compare_alone import compare_alone
 from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.revisions import extended
 
 REWARDS = """
 def letters(prompts, completions, bonus):

@@ -12,7 +12,7 @@ from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.config import load_config
 from lorafusion_jax.models import loading
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.session import warm_up
+from lorafusion_jax.session import executor
 from lorafusion_jax.session.compiles import CompileCounter
 from lorafusion_jax.training import train
 
@@ -39,7 +39,7 @@ def numbers_of(run):
 def test_stages_compile_side_by_side_while_the_base_is_read(config, tmp_path, monkeypatch):
     """The last tensor arrives once both stages are compiling, and neither goes on before the other has begun."""
     both, compiling, in_time, seen = threading.Barrier(2), threading.Event(), [], []
-    time_passes, read_tensor = warm_up.time_passes, loading._read_tensor
+    time_passes, read_tensor = executor.time_passes, loading._read_tensor
 
     def together(stage, batch, before_backward):
         both.wait(PATIENCE_S)
@@ -54,7 +54,7 @@ def test_stages_compile_side_by_side_while_the_base_is_read(config, tmp_path, mo
 
     jax.clear_caches()  # what an earlier test has compiled is not on the disk where that test kept nothing
     with monkeypatch.context() as patch:
-        patch.setattr(warm_up, "time_passes", together)
+        patch.setattr(executor, "time_passes", together)
         patch.setattr(loading, "_read_tensor", late)
         train(config, tmp_path / "run")
     assert in_time == [True]
@@ -86,7 +86,7 @@ def test_a_base_that_cannot_be_read_leaves_no_folder(config, tmp_path, monkeypat
         raise OSError("Input/output error")
 
     for name in ("time_passes", "compile_steps", "try_evaluation"):  # what compiles beside it is tested above
-        monkeypatch.setattr(warm_up, name, lambda *arguments: None)
+        monkeypatch.setattr(executor, name, lambda *arguments: None)
     monkeypatch.setattr(loading, "_read_tensor", broken)
     with pytest.raises(OSError, match="Input/output error"):
         train(config, tmp_path / "run")

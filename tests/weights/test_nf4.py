@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lorafusion_jax.weights import nf4
-from lorafusion_jax.weights.nf4_maps import DYNAMIC, NF4
+from lorafusion_jax.weights.nf4 import DYNAMIC, NF4
 
 CASES = nf4_cases.cases()
 quantise = jax.jit(nf4.quantise)

@@ -1,4 +1,4 @@
-"""lorafusion keys …: add, list and revoke keys, on the machine of the service."""
+"""lorafusion keys … and lorafusion backup: what is done with the database of a service on its machine."""
 
 from __future__ import annotations
 
@@ -123,6 +123,22 @@ def revoke(
     if not exists:
         raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {home}")
     print(f"{key} revoked")
+
+
+def backup(
+    to: Annotated[Path, typer.Argument(metavar="FILE", help="the copy; replaces a file once it is whole")],
+    home: Home = HOME,
+) -> None:
+    """Copies the database of a service, also while it runs. Copy datasets/ and jobs/ of its home after it.
+
+    Example: lorafusion backup backups/service.db --home service
+    """
+    db = open_home(home, other_version="read")
+    try:
+        db.copy(to.absolute())
+    finally:
+        db.close()
+    print(f"{home} copied to {to}")
 
 
 def open_home(home: Path, *, new: bool = False, other_version: OtherVersion = "refuse") -> Database:

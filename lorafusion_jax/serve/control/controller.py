@@ -21,7 +21,6 @@ from sqlalchemy import select
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.serve.control.child import Answer, Child
 from lorafusion_jax.serve.control.completions import Completions
-from lorafusion_jax.serve.control.daily_copy import DailyCopy
 from lorafusion_jax.serve.control.from_settings import make_launcher, make_scheduler
 from lorafusion_jax.serve.control.hub import Connection, Hub
 from lorafusion_jax.serve.control.launch import Launcher
@@ -43,7 +42,7 @@ from lorafusion_jax.serve.settings import ONE_SESSION, Settings
 from lorafusion_jax.serve.state_folders import states_beyond
 from lorafusion_jax.serve.states import ON_WORKER, StateError
 from lorafusion_jax.serve.store import tables as t
-from lorafusion_jax.serve.store.database import Database, StoreError
+from lorafusion_jax.serve.store.database import DailyCopy, Database, StoreError
 from lorafusion_jax.serve.store.jobs import Job, Jobs, MayRun, is_suspect
 from lorafusion_jax.serve.store.keys import Limits, note_use, user_limits
 from lorafusion_jax.serve.wire import Message

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.serve.control.answering import AnsweringProcess
+from lorafusion_jax.serve.control.child import AnsweringProcess
 from lorafusion_jax.serve.watched import start_watched
 from lorafusion_jax.serve.wire import Message
 

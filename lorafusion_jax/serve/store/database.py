@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 import time
@@ -17,6 +18,8 @@ from lorafusion_jax.errors import LoraFusionError, RunError
 from lorafusion_jax.files import PART, sync
 from lorafusion_jax.serve.store import tables as t
 
+log = logging.getLogger("lorafusion.control")
+DAY_S, LOOK_S = 86_400.0, 600.0  # after which the file is copied, and between two looks at the age of the copy
 BUSY_S = 5
 GLANCE_S = 0.1  # that the event loop of the server may wait
 WAITED = f"others have waited for it for {BUSY_S} s"
@@ -271,3 +274,36 @@ def _daily_copy(file: Path) -> Path:
 def _damaged(file: Path, why: str) -> RunError:
     copies = f"{RESTORE}, such as {_daily_copy(file).name} beside it: states and adapters are in jobs/"
     return RunError("store.damaged", f"{file} is damaged.", why=why, fix=copies)
+
+
+class DailyCopy:
+    """Replaces the copy beside the file once it is a day old. A copy that fails leaves the older one.
+
+    Args:
+        db: what is copied.
+    """
+
+    def __init__(self, db: Database):
+        self._db, self._looked = db, time.monotonic()
+        self._copying: threading.Thread | None = None
+
+    def look(self) -> None:
+        """Begins a copy if there is none of today."""
+        if time.monotonic() - self._looked < LOOK_S or (self._copying is not None and self._copying.is_alive()):
+            return
+        self._looked = time.monotonic()
+        file = self._db.daily_copy
+        if not file.exists() or abs(time.time() - file.stat().st_mtime) > DAY_S:
+            self._copying = threading.Thread(target=self._copy, name="copy", daemon=True)
+            self._copying.start()
+
+    def close(self, seconds: float) -> None:
+        """Waits for a copy that is under way; one that takes longer is made again another time."""
+        if self._copying is not None:
+            self._copying.join(seconds)
+
+    def _copy(self) -> None:
+        try:
+            self._db.copy(self._db.daily_copy)
+        except (StoreError, OSError) as problem:
+            log.warning("the database was not copied: %s", problem)

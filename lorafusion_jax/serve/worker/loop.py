@@ -17,9 +17,8 @@ from lorafusion_jax.generation.engine import SLOTS
 from lorafusion_jax.report.events import RunEvent
 from lorafusion_jax.serve.state_folders import state_folder
 from lorafusion_jax.serve.wire import Message
-from lorafusion_jax.serve.worker.held import Held, Reading
 from lorafusion_jax.serve.worker.link import Link
-from lorafusion_jax.serve.worker.loading import Loaded, load, write_references
+from lorafusion_jax.serve.worker.loading import Held, Loaded, Reading, load, write_references
 from lorafusion_jax.serve.worker.samples import Samples
 from lorafusion_jax.serve.worker.stream import Models
 from lorafusion_jax.session import AdapterState, Session, Task, WindowPlanner
