@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated
 
 import typer
-import yaml
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from lorafusion_jax.config.schema import DEFAULTS, SHARED, SINGLE_DEFAULTS, AdapterConfig
 from lorafusion_jax.errors import ConfigError
 
-COLUMN, WIDTH = 34, 120  # start and end columns of comments
-HEAD = """\
-# lorafusion job file: every key with its default. Keep only the keys that you change.
-# Only base.model, adapters[].name and data.train have no default."""
-OWN = "data, lora, optim, objective, batch: {global_samples: 8}, epochs, seed, weight, priority"
-EXAMPLES = {"model": "path/to/model", "train": "data/law.jsonl", "name": "law"}  # keys without a default
 TEXT = """\
 # lorafusion job file. Every key except base.model, adapters[].name and data.train has a default. Common keys are shown
 # with their defaults; lorafusion init --all shows all keys.
@@ -76,7 +64,7 @@ def command(
     Example: lorafusion init > jobs.yaml
     """
     from lorafusion_jax.config.convert import convert, title_of
-    from lorafusion_jax.config.json_schema import job_schema
+    from lorafusion_jax.config.json_schema import job_schema, reference
     from lorafusion_jax.config.read import read_source
 
     if schema and (everything or source is not None):
@@ -90,42 +78,3 @@ def command(
     if schema or sys.stdout.isatty():
         return
     print("next: lorafusion check jobs.yaml", file=sys.stderr)
-
-
-def reference() -> str:
-    """Returns a job file with every key."""
-    lines = [HEAD]
-    for title, sections in (("The whole run.", SHARED), ("Shared defaults; an adapter may override any.", DEFAULTS)):
-        lines += ["", f"# {title}"]
-        for key, model in sections.items():
-            lines += [f"{key}:  # {model.__doc__}", *_fields(model, required=key == "base")]
-    for key in SINGLE_DEFAULTS:
-        lines += _line("", key, AdapterConfig.model_fields[key])
-    lines += ["", f"# The adapters; each may also have its own {OWN}."]
-    lines += ["adapters:", *_line("  - ", "name", AdapterConfig.model_fields["name"])]
-    lines += ["    data:", *_line("      ", "train", DEFAULTS["data"].model_fields["train"])]
-    return "\n".join(lines) + "\n"
-
-
-def _fields(model: type[BaseModel], *, required: bool) -> Iterator[str]:
-    for key, field in model.model_fields.items():
-        if required or not field.is_required():
-            yield from _line("  ", key, field)
-
-
-def _line(indent: str, key: str, field: FieldInfo) -> list[str]:
-    """`key: default` with its comment; long comments continue on the next lines."""
-    value = EXAMPLES[key] if field.is_required() else field.default
-    value_text = yaml.safe_dump(value, default_flow_style=True, width=WIDTH).removesuffix("...\n").strip()
-    comment = "; ".join(text for text in (field.description, " | ".join(_options(field.annotation))) if text)
-    first, *more = textwrap.wrap(comment, WIDTH - COLUMN - 2) or [""]
-    start = f"{indent}{key}: {value_text}"
-    return [f"{start:<{COLUMN - 1}} # {first}" if first else start, *(f"{'':{COLUMN}}# {text}" for text in more)]
-
-
-def _options(annotation) -> list[str]:
-    """The values of an enumerated key."""
-    if get_origin(annotation) is Literal:
-        return [str(value) for value in get_args(annotation)]
-    inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
-    return [option for part in inner for option in _options(part)]

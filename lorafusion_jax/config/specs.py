@@ -97,7 +97,7 @@ def _model(config: JobConfig) -> ModelConfig | None:
 
 def model_targets(config: JobConfig) -> tuple[str, ...]:
     """Names of the projections of a job's base model; those of a Llama if it cannot be read, which its readers say."""
-    file = _config_file(config)
+    file = _base_file(config, "config.json")
     if file is None:
         return TARGETS
     try:
@@ -115,10 +115,6 @@ def _targets_of(file: Path, changed: int) -> tuple[str, ...]:
 def tokenizer_file(config: JobConfig) -> Path | None:
     """The tokenizer.json of the base."""
     return _base_file(config, "tokenizer.json")
-
-
-def _config_file(config: JobConfig) -> Path | None:
-    return _base_file(config, "config.json")
 
 
 def _base_file(config: JobConfig, file_name: str) -> Path | None:

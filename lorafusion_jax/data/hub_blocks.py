@@ -57,10 +57,6 @@ def table_blocks(name: str, table: Iterable[dict], expected: str | None = None) 
 
 def _add(digest, number: int, row: dict) -> int:
     """Adds a row to the digest. Returns the bytes of its text."""
-    text = _text(row)
+    text = json.dumps(row, sort_keys=True, default=str).encode()
     digest.update((", " if number else "[").encode() + text)
     return len(text)
-
-
-def _text(row: dict) -> bytes:
-    return json.dumps(row, sort_keys=True, default=str).encode()

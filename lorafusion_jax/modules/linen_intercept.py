@@ -91,7 +91,7 @@ def intercept(
             weights = {name: nn.meta.unbox(params[name]) for name in names}
             outputs = exchange_products(call_with, weights, product, where=where, inputs=(args, options))
         except Exception as problem:
-            if otherwise is None or is_listed(module, kinds):
+            if otherwise is None or any(isinstance(module, cls) for cls, _ in kinds):
                 raise
             otherwise(module, problem)
             return call(*args, **options)
@@ -122,10 +122,6 @@ def weights_of(module: nn.Module, kinds: Kinds) -> tuple[str, ...]:
     matrices = without_biases({name: nn.meta.unbox(params[name]).shape for name in matrices_of(params)})
     is_linear = len(matrices) == 1 and not any(isinstance(value, Mapping) for value in params.values())
     return tuple(matrices) if is_linear else ()
-
-
-def is_listed(module: nn.Module, kinds: Kinds) -> bool:
-    return any(isinstance(module, cls) for cls, _ in kinds)
 
 
 def params_of(module: nn.Module) -> dict[str, Any]:

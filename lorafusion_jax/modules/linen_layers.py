@@ -174,7 +174,9 @@ class _Seen:
     def watch(self, module: nn.Module) -> None:
         """Notes the matrices of a module."""
         module_params = params_of(module)
-        shapes = {name: _shape(nn.meta.unbox(module_params[name])) for name in matrices_of(module_params)}
+        shapes = {
+            name: tuple(getattr(nn.meta.unbox(module_params[name]), "shape", ())) for name in matrices_of(module_params)
+        }
         if shapes:
             self.modules.setdefault(tuple(module.path), (module, shapes))
 
@@ -252,10 +254,6 @@ def _is_of(params: Any, module: nn.Module) -> bool:
     return bool(_subtree(params, tuple(module.path)).keys() & params_of(module).keys())
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))
-
-
 def _subtree(params: Any, path: tuple[str, ...]) -> Any:
     for part in path:
         params = params.get(part, {})
@@ -284,7 +282,7 @@ def read_elsewhere(jaxpr: Jaxpr, weights: Mapping[int, str]) -> set[str]:
         weights: number of an input → the name of the weight.
     """
     elsewhere: set[str] = set()
-    _follow(jaxpr, [_named(weights, number) for number in range(len(jaxpr.invars))], elsewhere)
+    _follow(jaxpr, [frozenset({weights[i]} if i in weights else ()) for i in range(len(jaxpr.invars))], elsewhere)
     return elsewhere
 
 
@@ -293,10 +291,6 @@ def leaf_names(variables: Any) -> dict[int, str]:
     leaves = jax.tree_util.tree_leaves_with_path(variables)
     keys = [[str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)] for path, _ in leaves]
     return {number: ".".join(names[1:]) for number, names in enumerate(keys) if names[:1] == ["params"]}
-
-
-def _named(weights: Mapping[int, str], number: int) -> Names:
-    return frozenset([weights[number]] if number in weights else [])
 
 
 def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], elsewhere: set[str]) -> list[Names]:

@@ -129,7 +129,8 @@ def find_targets(
         matched = [candidate for candidate in candidates if matches(target, candidate)]
         able = [candidate for candidate in matched if isinstance(candidate.linear, Linear)]
         unable = [candidate for candidate in matched if not isinstance(candidate.linear, Linear)]
-        if unable and (_is_name(target, candidates) or (not able and target != ALL_LINEAR)):
+        is_name = any(_is_called(candidate.path, target) for candidate in candidates)  # rather than a pattern
+        if unable and (is_name or (not able and target != ALL_LINEAR)):
             refused = [candidate.refused for candidate in unable]
             fix = f"exclude={[path for path, _, _ in refused]}" if able else "leave it out of targets"
             errors += [unsupported_linear(where, why, fix) for where, why in by_reason(refused)]
@@ -281,13 +282,6 @@ def own_class_name(module: nnx.Module) -> str:
 
 def _is_flax(module: nnx.Module) -> bool:
     return type(module).__module__.startswith("flax.")
-
-
-def _is_name(target: str, candidates: Sequence[Candidate]) -> bool:
-    """Whether a target is the name of a module rather than a pattern."""
-    return any(
-        dotted(candidate.path) == target or dotted(candidate.path).endswith(f".{target}") for candidate in candidates
-    )
 
 
 @cache

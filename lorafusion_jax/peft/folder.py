@@ -235,7 +235,7 @@ def read_described(folder: Path, kind: str | None = None, head: Head | None = No
     table = adapter_kind(described.spec.kind)
 
     def read(path: str, leaves: Sequence[Leaf]) -> tuple[np.ndarray, ...]:
-        return tuple(_from_peft(tensors[key_of(path, leaf)]) for leaf in leaves)
+        return tuple(_transposed(tensors[key_of(path, leaf)].astype(np.float32, copy=False)) for leaf in leaves)
 
     arrays = {path: read(path, table.leaves_at(path)) for path in _paths(tensors, table)}
     arrays |= {SHARED: read(SHARED, table.shared)} if table.shared else {}
@@ -319,10 +319,6 @@ def peft_tensors(
         for path, tensors in arrays.items()
         for leaf, array in zip(leaves_of.get(path, table.leaves_at(path)), tensors, strict=True)
     }
-
-
-def _from_peft(tensor: np.ndarray) -> np.ndarray:
-    return _transposed(tensor.astype(np.float32, copy=False))
 
 
 def _transposed(array: np.ndarray) -> np.ndarray:

@@ -213,12 +213,8 @@ def _tensors(arrays: Arrays, kind: str, names: Mapping[str, str]) -> dict[str, n
         prefix = ROOT if path == SHARED else f"{PREFIX}{names[path.removeprefix(LAYER)]}."
         leaves = table.shared if path == SHARED else table.of_projections
         for leaf, array in zip(leaves, tensors, strict=True):
-            tensors_by_key[f"{prefix}{leaf.peft_name}"] = _transposed(array)
+            tensors_by_key[f"{prefix}{leaf.peft_name}"] = np.ascontiguousarray(array.T)
     return tensors_by_key
-
-
-def _transposed(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array.T)
 
 
 def _stack_layers(

@@ -138,7 +138,7 @@ def compare_choices(
     Raises:
         ConfigError: `plan.no-mesh`, the model has too few layers for any mesh of so many devices.
     """
-    jobs, tokens = _sample(train_jobs(config, prepared)), sum(adapter_tokens(prepared).values())
+    jobs, tokens = [_thinned(job) for job in train_jobs(config, prepared)], sum(adapter_tokens(prepared).values())
     memory_bytes = memory_of(device) if memory_bytes is None else memory_bytes
     forms = [config.base.quantize, *(STORED if config.base.quantize == NONE and QUANTIZE in vary else ())]
     meshes = (
@@ -196,12 +196,8 @@ def _sizes(config: JobConfig, prepared: Prepared) -> list[int]:
     return [longest, *(size for size in SIZES if size > longest)][:MOST_SIZES]
 
 
-def _sample(jobs: Sequence[AdapterJob]) -> list[AdapterJob]:
-    """The jobs with whole batches of evenly spread samples, the longest among them."""
-    return [_thinned(job) for job in jobs]
-
-
 def _thinned(job: AdapterJob) -> AdapterJob:
+    """The job with whole batches of evenly spread samples, the longest among them."""
     count = len(job.sample_tokens)
     if count <= MOST_SAMPLES:
         return job

@@ -8,7 +8,7 @@ from functools import cache
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.layer import RematPolicy
-from lorafusion_jax.planning.memory import MemoryProblem, StageMemory, stage_memory
+from lorafusion_jax.planning.memory import MemoryProblem, stage_memory
 from lorafusion_jax.planning.prediction import predicted_parts
 from lorafusion_jax.planning.stages import stage_layers, worth_in_layers
 from lorafusion_jax.weights.table import NONE
@@ -66,7 +66,7 @@ class ModelFacts:
         model = self._models[base]
         spec = AdapterSpec(name="typical", rank=16, alpha=16.0, targets=model.targets)
         stages = stage_memory(self._problem(base, num_stages, remat, tokens, (spec,)))
-        return max(_without_adapters(stage) for stage in stages)
+        return max(stage.total - stage.adapters - stage.sums - stage.optimizers for stage in stages)
 
     def _problem(
         self, base: str, num_stages: int, remat: RematPolicy, tokens: int, adapters: tuple[AdapterSpec, ...]
@@ -81,10 +81,6 @@ class ModelFacts:
             remat=remat,
             quantize=self._quantize,
         )
-
-
-def _without_adapters(stage: StageMemory) -> int:
-    return stage.total - stage.adapters - stage.sums - stage.optimizers
 
 
 def _spec(job: Job, model: ModelConfig) -> AdapterSpec:

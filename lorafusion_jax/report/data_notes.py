@@ -119,7 +119,8 @@ def _length_notes(config: JobConfig, prepared: Prepared) -> Iterator[str]:
         yield from _of_adapter(adapter, prepared.adapters[adapter.name].epoch_samples, steps[adapter.name])
     longest, total = max(steps.values()), sum(steps.values())
     train, save = config.train, config.save
-    if train.eval_every_steps is not None and train.eval_every_steps > longest and _has_eval(prepared):
+    has_eval = any(data.eval is not None for data in prepared.adapters.values())
+    if train.eval_every_steps is not None and train.eval_every_steps > longest and has_eval:
         yield (
             f"train.eval_every_steps={exact(train.eval_every_steps)}, and no adapter takes more than {exact(longest)}: "
             "they are only evaluated at their start and end"
@@ -169,7 +170,3 @@ def _of_adapter(adapter: AdapterConfig, rows: int, steps: int) -> Iterator[str]:
 def _num_steps(adapter: AdapterConfig, prepared: Prepared) -> int:
     data = prepared.adapters[adapter.name]
     return -(-len(data.order) // adapter.global_samples)
-
-
-def _has_eval(prepared: Prepared) -> bool:
-    return any(data.eval is not None for data in prepared.adapters.values())

@@ -21,7 +21,7 @@ from lorafusion_jax.data.rollouts import PromptRow, RolloutData, samples_of
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
 from lorafusion_jax.files import naming, replace_text
-from lorafusion_jax.generation.engine import ROWS, Answer, Request
+from lorafusion_jax.generation.engine import ROWS, Request
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.report.events import AdapterSampled, Listener, PhaseBegun
 from lorafusion_jax.report.generated import shown_prompt
@@ -229,7 +229,7 @@ class Rollouts:
                 turns.add(answer.drawn_tokens, answer.drawn_logprobs)
                 turns.texts.append(generator.text(request, answer))
                 turns.ended = answer.end == "stop"
-                if turn + 1 < self._config_of(name).rollout.turns and _has_room(answer):
+                if turn + 1 < self._config_of(name).rollout.turns and answer.end != "context":
                     replies[name, number] = answer.end_token
             active = self._reply(prompts, answers, replies)
             if not active:
@@ -344,10 +344,6 @@ class Rollouts:
             where=str(self._folder),
             fix="restore the folder from a copy, or resume from an earlier checkpoint",
         )
-
-
-def _has_room(answer: Answer) -> bool:
-    return answer.end != "context"
 
 
 def _in_one_line(problem: LoraFusionError) -> str:

@@ -100,7 +100,8 @@ def generate_trace(
         first = draw_job(rng, shape, bases, rates, workers, name=f"j{len(trace):05d}", user=user)
         size = int(rng.integers(*shape.sweep_jobs, endpoint=True)) if rng.random() < shape.sweep_rate else 1
         gaps += [rng.exponential() * size] + [0.0] * (size - 1)
-        trace += [first] if size == 1 else [_variant(first, i, int(rng.choice([8, 16, 32]))) for i in range(size)]
+        ranks = [int(rng.choice([8, 16, 32])) for _ in range(size)] if size > 1 else []
+        trace += [replace(first, name=f"{first.name}.{i}", rank=rank) for i, rank in enumerate(ranks)] or [first]
     trace, gaps = trace[:jobs], gaps[:jobs]
     if at_start:
         return trace
@@ -144,10 +145,6 @@ def gpu_seconds(job: Job, workers: Sequence[Worker], rates: Rates) -> float:
     """Isolated GPU-seconds of all steps of a job on its best mesh; infinite if it fits on no worker."""
     best_rates = (rates.best_isolated_rate(job, worker.kind, worker.gpus) for worker in workers)
     return next((rate.gpu_s(job.steps) for rate in best_rates if rate), float("inf"))
-
-
-def _variant(job: Job, number: int, rank: int) -> Job:
-    return replace(job, name=f"{job.name}.{number}", rank=rank)
 
 
 def _warp(times: NDArray[np.float64], day: float) -> NDArray[np.float64]:

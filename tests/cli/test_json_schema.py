@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 import yaml
 
-from lorafusion_jax.cli.init import TEXT, reference
-from lorafusion_jax.config.json_schema import job_schema
+from lorafusion_jax.cli.init import TEXT
+from lorafusion_jax.config.json_schema import job_schema, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = job_schema()

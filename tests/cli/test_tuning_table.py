@@ -9,8 +9,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from lorafusion_jax.cli.doctor import defaults
-from lorafusion_jax.cli.job_calls import calls_of_job, typical_calls
+from lorafusion_jax.cli.job_calls import calls_of_job, defaults, typical_calls
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.machine import prepare_machine

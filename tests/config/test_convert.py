@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import yaml
 
-from lorafusion_jax.cli.init import reference
 from lorafusion_jax.config.convert import convert
 from lorafusion_jax.config.data_sources import as_written
+from lorafusion_jax.config.json_schema import reference
 from lorafusion_jax.config.load import examine_config, load_config
 from lorafusion_jax.config.other_defaults import target_of
 from lorafusion_jax.config.other_programs import COUNTERPARTS

@@ -17,7 +17,6 @@ from drawn import golden
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
-from lorafusion_jax.cli import generate
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.data.tokenizer import load_tokenizer
@@ -31,6 +30,7 @@ from lorafusion_jax.generation.packing import BASE, NOWHERE, TILE, Prompt, pack_
 from lorafusion_jax.generation.passes import Passes
 from lorafusion_jax.generation.requests import Request
 from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.generation.text import read_rows as read_prompts
 from lorafusion_jax.models import open_frozen
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.session.mesh import stage_meshes
@@ -365,26 +365,26 @@ def test_a_system_message_that_a_prompt_cannot_have_is_refused(special_tokenizer
 
 def test_rows_of_csv_have_numbers():
     lines = ["prompt,max_tokens,temperature,adapter,note\n", "hello,5,0.5,law,1\n", "and,,,,\n"]
-    first, second = generate.read_rows(lines, ["med"], Sampling(max_tokens=9), name="rows.csv")
+    first, second = read_prompts(lines, ["med"], Sampling(max_tokens=9), name="rows.csv")
     (row,) = first.rows
     assert (row.prompt, row.adapter, row.sampling) == ("hello", "law", Sampling(max_tokens=5, temperature=0.5))
     assert first.others == {"note": "1"}
     assert (second.rows[0].adapter, second.rows[0].sampling) == ("med", Sampling(max_tokens=9))
     with pytest.raises(LoraFusionError, match=r"rows\.csv, row 1: its max_tokens is 'many', not a number"):
-        generate.read_rows(["prompt,max_tokens\n", "hello,many\n"], [], Sampling(), name="rows.csv")
+        read_prompts(["prompt,max_tokens\n", "hello,many\n"], [], Sampling(), name="rows.csv")
 
 
 @pytest.mark.parametrize(("stop", "read"), [("hello", ("hello",)), (["a", "bc"], ("a", "bc")), ([], ())])
 def test_a_stop_text_of_a_row_is_one(stop, read):
     lines = [json.dumps({"prompt": "hi", "stop": stop})]
-    (row,) = generate.read_rows(lines, ["med"], Sampling(stop=("other",)), name="rows.jsonl")
+    (row,) = read_prompts(lines, ["med"], Sampling(stop=("other",)), name="rows.jsonl")
     assert row.rows[0].sampling.stop == read
 
 
 @pytest.mark.parametrize("stop", [5, None, {"a": 1}, [""], ["a", 1], ""])
 def test_a_stop_that_is_no_text_is_refused(stop):
     with pytest.raises(DataError, match="stop must be a text or texts"):
-        generate.read_rows([json.dumps({"prompt": "hi", "stop": stop})], ["med"], Sampling(), name="rows.jsonl")
+        read_prompts([json.dumps({"prompt": "hi", "stop": stop})], ["med"], Sampling(), name="rows.jsonl")
 
 
 @pytest.mark.parametrize("messages", [[{"role": "user", "content": "hi"}], {"role": "user", "content": "hi"}])
@@ -395,6 +395,6 @@ def test_messages_in_a_text_are_json(column, messages):
         "rows.csv": [f"{column},stop\n", f'"{text.replace(chr(34), chr(34) * 2)}",###\n'],
         "rows.jsonl": [json.dumps({column: text, "stop": "###"})],
     }.items():
-        (row,) = generate.read_rows(lines, ["med"], Sampling(), name=name)
+        (row,) = read_prompts(lines, ["med"], Sampling(), name=name)
         assert row.rows[0].prompt == [{"role": "user", "content": "hi"}]
         assert row.rows[0].sampling.stop == ("###",)

@@ -19,13 +19,13 @@ from small_jobs import write_job, write_rows
 from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.cli.generate import read_rows
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples, load_tokenizer
 from lorafusion_jax.errors import MOST_SHOWN, LoraFusionError, raise_all
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.generation.text import read_rows
 from lorafusion_jax.models.checkpoint import list_tensors
 from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.planning.prediction import read_costs

@@ -33,7 +33,7 @@ from lorafusion_jax.serve.api.access import (
     once,
 )
 from lorafusion_jax.serve.api.jobs import Tar, send_adapter
-from lorafusion_jax.serve.api.pages import After, Limit, read_page
+from lorafusion_jax.serve.api.pages import After, Limit, get_row, read_page
 from lorafusion_jax.serve.api.problems import BESIDE_FILES, ApiError, not_found
 from lorafusion_jax.serve.states import ON_WORKER
 from lorafusion_jax.serve.store import tables as t
@@ -193,9 +193,7 @@ def drain(
     """Moves all jobs of a worker back to the queue and places none, for maintenance; or ends that."""
 
     def act(connection: Any) -> tuple[int, Any]:
-        row = connection.execute(select(t.groups).where(t.groups.c.id == worker)).mappings().one_or_none()
-        if row is None:
-            raise not_found("such worker")
+        get_row(connection, t.groups, worker, None, "worker")
         connection.execute(t.groups.update().where(t.groups.c.id == worker).values(drained=action == "drain"))
         for job in service.jobs.in_states(connection, "starting", "running") if action == "drain" else []:
             if job["group"] != worker:
@@ -370,12 +368,8 @@ def _metrics(service: Service) -> bytes:
 
 
 def _find_adapter(service: Service, adapter: str, owner: Owner) -> dict[str, Any]:
-    where = [t.artifacts.c.id == adapter] + ([] if owner.sees is None else [t.artifacts.c.owner == owner.sees])
     with service.db.read() as connection:
-        row = connection.execute(select(t.artifacts).where(*where)).mappings().one_or_none()
-    if row is None:
-        raise not_found("such adapter")
-    return dict(row)
+        return get_row(connection, t.artifacts, adapter, owner.sees, "adapter")
 
 
 def _occupant(job: dict[str, Any] | None, owner: Owner) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +31,7 @@ from lorafusion_jax.serve.api.access import (
     expect_turn,
     once,
 )
-from lorafusion_jax.serve.api.pages import After, Limit, read_page
+from lorafusion_jax.serve.api.pages import After, Limit, get_row, read_page
 from lorafusion_jax.serve.api.problems import ApiError, not_found, problems_answer
 from lorafusion_jax.serve.control.spec import job_values
 from lorafusion_jax.serve.store import tables as t
@@ -256,18 +256,12 @@ def _store(service: Service, draft: Path, row: dict[str, Any]) -> Response:
 
 def _known(service: Service, dataset: str) -> dict[str, Any] | None:
     with service.db.read() as connection:
-        row = connection.execute(select(t.datasets).where(t.datasets.c.id == dataset)).mappings().one_or_none()
-    return None if row is None else dict(row)
+        return t.find_row(connection, t.datasets, dataset)
 
 
 def _find(service: Service, dataset: str, owner: Owner) -> dict[str, Any]:
-    where: Sequence[Any] = [t.datasets.c.id == dataset]
-    where = [*where, *([] if owner.sees is None else [t.datasets.c.owner == owner.sees])]
     with service.db.read() as connection:
-        row = connection.execute(select(t.datasets).where(*where)).mappings().one_or_none()
-    if row is None:
-        raise not_found("such data set")
-    return dict(row)
+        return get_row(connection, t.datasets, dataset, owner.sees, "data set")
 
 
 def _too_large(most_bytes: int) -> ApiError:

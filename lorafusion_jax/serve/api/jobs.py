@@ -277,14 +277,12 @@ def find_problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[st
     with service.db.read() as connection:
         for key in ("train", "eval"):
             dataset = getattr(spec.data, key)
-            where = [t.datasets.c.id == dataset] + ([] if owner.sees is None else [t.datasets.c.owner == owner.sees])
-            if dataset and connection.execute(select(t.datasets.c.id).where(*where)).first() is None:
+            if dataset and t.find_row(connection, t.datasets, dataset, owner.sees) is None:
                 message, fix = "there is no such data set.", "upload it first: POST /v1/datasets"
                 problems.append({"code": "job.dataset", "where": f"data.{key}", "what": message, "fix": fix})
         reference = None if spec.objective.reference in (BASE, START) else spec.objective.reference
         for key_path, adapter in (("init_from", spec.init_from), ("objective.reference", reference)):
-            where = [t.artifacts.c.id == adapter, t.artifacts.c.owner == owner.name]
-            if adapter and connection.execute(select(t.artifacts.c.id).where(*where)).first() is None:
+            if adapter and t.find_row(connection, t.artifacts, adapter, owner.name) is None:
                 message, fix = "there is no such adapter.", "an id of GET /v1/adapters"
                 problems.append({"code": "job.adapter", "where": key_path, "what": message, "fix": fix})
     if spec.max_slowdown is not None and service.settings.policy == ONE_SESSION:

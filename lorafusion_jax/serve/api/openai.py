@@ -239,7 +239,7 @@ def _adapters(connection: Connection, owner: Owner, *where: Any, limit: int) -> 
     a = t.artifacts.c
     query = select(a.id, a.job, a.owner, a.created, a.path.label("folder"), t.jobs.c.name, t.jobs.c.base)
     query = query.join(t.jobs, t.jobs.c.id == a.job).where(*where).order_by(a.created.desc(), a.id).limit(limit)
-    query = query if owner.sees is None else query.where(a.owner == owner.sees)
+    query = query.where(*t.seen_by(t.artifacts, owner.sees))
     return [dict(row) for row in connection.execute(query).mappings()]
 
 
@@ -247,7 +247,7 @@ def _checkpoints(connection: Connection, path: str, owner: Owner) -> list[Row]:
     c = t.api_checkpoints.c
     query = select(c.path.label("id"), c.model.label("job"), c.owner, c.created, c.folder, c.name, c.base)
     query = query.where(c.path == path, c.kind == "sampler_weights", (c.expires.is_(None)) | (c.expires > time.time()))
-    query = query if owner.sees is None else query.where(c.owner == owner.sees)
+    query = query.where(*t.seen_by(t.api_checkpoints, owner.sees))
     return [dict(row) for row in connection.execute(query).mappings()]
 
 

@@ -106,10 +106,6 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def render_rows(request: dict[str, Any]) -> dict[str, Any]:
     """Returns the first rows, or writes all of them as JSONL.
 
@@ -274,3 +270,7 @@ def _row(file: Path, row: int) -> dict[str, Any]:
 def _without_path(problem: dict[str, str], file: Path) -> dict[str, str]:
     """Nothing of the server's folders reaches a client."""
     return {key: text.replace(str(file), "the file").replace(str(file.parent), "") for key, text in problem.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

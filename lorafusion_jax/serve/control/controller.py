@@ -425,7 +425,7 @@ class Controller:
 
     def _admit(self, hello: Message) -> int | str:
         with self._db.write() as connection:
-            row = connection.execute(select(t.groups).where(t.groups.c.id == hello["hello"])).mappings().one_or_none()
+            row = t.find_row(connection, t.groups, hello["hello"])
             if row is None or row["epoch"] != hello["epoch"]:
                 self._events.refused += 1
                 return f"epoch {hello['epoch']} of {hello['hello']} is over"

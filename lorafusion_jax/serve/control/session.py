@@ -213,7 +213,7 @@ class Session:
     def _recorded_worker(self) -> Worker | None:
         """Returns the worker of the database, if it lives."""
         with self._db.read() as connection:
-            row = connection.execute(select(t.groups).where(t.groups.c.id == self.group)).mappings().one_or_none()
+            row = t.find_row(connection, t.groups, self.group)
         return None if row is None else self._launcher.find(self.group, row["epoch"], row["pid"])
 
     def _kill_rest(self) -> None:
@@ -229,7 +229,7 @@ class Session:
         self._kill_rest()
         group, plan = self.group, self.plan
         with self._db.write() as connection:
-            row = connection.execute(select(t.groups).where(t.groups.c.id == group)).mappings().one_or_none()
+            row = t.find_row(connection, t.groups, group)
             self._return_jobs(connection, f"its worker was lost: {why}")
             epoch = 1 + (connection.scalar(select(t.epochs.c.last).where(t.epochs.c.group == group)) or 0)
             connection.execute(t.epochs.delete().where(t.epochs.c.group == group))

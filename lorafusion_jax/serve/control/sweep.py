@@ -106,7 +106,7 @@ class Sweeper:
 
     def _sweep(self, job: str) -> None:
         with self._db.read() as connection:
-            row = connection.execute(select(t.jobs).where(t.jobs.c.id == job)).mappings().one_or_none()
+            row = t.find_row(connection, t.jobs, job)
             adapters = connection.execute(select(t.artifacts.c.path).where(t.artifacts.c.job == job)).scalars().all()
             is_finish = (t.transitions.c.job == job, t.transitions.c.event == "finished")
             had_adapter = connection.execute(select(t.transitions.c.number).where(*is_finish)).first() is not None

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sqlalchemy import Connection as Transaction
-from sqlalchemy import select
 
 from lorafusion_jax.digests import digest_of, is_intact
 from lorafusion_jax.serve.control.hub import Connection
@@ -86,8 +85,7 @@ class WorkerEvents:
     def _take_now(self, source: Connection, event: Message) -> list[Path]:
         """Returns folders that nobody needs once the transaction is on the disk."""
         with self._db.write() as connection:
-            query = select(t.groups).where(t.groups.c.id == source.group)
-            group = connection.execute(query).mappings().one_or_none()
+            group = t.find_row(connection, t.groups, source.group)
             if group is None or group["epoch"] != source.epoch or event["number"] <= group["received"]:
                 self.refused += group is None or group["epoch"] != source.epoch
                 return []

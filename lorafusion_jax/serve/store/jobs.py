@@ -113,10 +113,8 @@ class Jobs:
 
     def find(self, connection: Connection, job: str, owner: str | None, *, deleted: bool = False) -> Job | None:
         """Returns a job of an owner (None: of anybody); one that is deleted only if asked to."""
-        where = [t.jobs.c.id == job] + ([] if deleted else [t.jobs.c.state != "deleted"])
-        where += [] if owner is None else [t.jobs.c.owner == owner]
-        row = connection.execute(select(t.jobs).where(*where)).mappings().one_or_none()
-        return None if row is None else dict(row)
+        row = t.find_row(connection, t.jobs, job, owner)
+        return row if deleted or row is None or row["state"] != "deleted" else None
 
     def page(
         self,
@@ -128,8 +126,7 @@ class Jobs:
         limit: int = 100,
     ) -> list[Job]:
         """Jobs as they are shown, newest first, after a cursor (created, id)."""
-        where = [t.jobs.c.state != "deleted"]
-        where += [] if owner is None else [t.jobs.c.owner == owner]
+        where = [t.jobs.c.state != "deleted", *t.seen_by(t.jobs, owner)]
         where += [t.jobs.c.state.in_(states)] if states else []
         where += [] if after is None else [tuple_(t.jobs.c.created, t.jobs.c.id) < after]
         order = (t.jobs.c.created.desc(), t.jobs.c.id.desc())

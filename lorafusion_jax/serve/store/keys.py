@@ -222,8 +222,7 @@ def is_valid(connection: Connection, owner: Owner) -> bool:
 
 
 def _session_owner(connection: Connection, sha256: str) -> Owner | None:
-    query = select(t.page_sessions).where(t.page_sessions.c.sha256 == sha256)
-    session = connection.execute(query).mappings().one_or_none()
+    session = t.find_row(connection, t.page_sessions, sha256)
     if session is None or session["expires"] < time.time():
         return None
     row = _valid_row(connection, session["key"])
@@ -233,8 +232,8 @@ def _session_owner(connection: Connection, sha256: str) -> Owner | None:
 
 
 def _valid_row(connection: Connection, name: str) -> dict[str, Any] | None:
-    row = connection.execute(select(t.keys).where(t.keys.c.id == name)).mappings().one_or_none()
-    return dict(row) if row is not None and _is_valid(dict(row)) else None
+    row = t.find_row(connection, t.keys, name)
+    return row if row is not None and _is_valid(row) else None
 
 
 def _is_valid(row: dict[str, Any]) -> bool:

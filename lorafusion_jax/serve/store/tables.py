@@ -1,8 +1,25 @@
-"""The tables."""
+"""The tables, and how a row is found in one."""
 
 from __future__ import annotations
 
-from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    ColumnElement,
+    Connection,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    select,
+)
 
 VERSION = 9
 NAME_OF_PATH = "replace({0}, rtrim({0}, replace({0}, '/', '')), '')"  # what comes after the last slash
@@ -320,3 +337,15 @@ Index("api_futures_of_stream", api_futures.c.stream, api_futures.c.state)
 Index("api_futures_by_end", api_futures.c.until)
 Index("api_futures_of_owner", api_futures.c.owner, api_futures.c.state)
 Index("api_checkpoints_of_owner", api_checkpoints.c.owner, api_checkpoints.c.created)
+
+
+def seen_by(table: Table, owner: str | None) -> list[ColumnElement[bool]]:
+    """The condition of the rows that an owner sees; none for who sees all (None)."""
+    return [] if owner is None else [table.c.owner == owner]
+
+
+def find_row(connection: Connection, table: Table, key: str, owner: str | None = None) -> dict[str, Any] | None:
+    """Returns the row of a primary key, if an owner sees it."""
+    (column,) = table.primary_key.columns
+    row = connection.execute(select(table).where(column == key, *seen_by(table, owner))).mappings().one_or_none()
+    return None if row is None else dict(row)

@@ -38,10 +38,9 @@ def checkpoint_folder(stream: str, seq: int) -> str:
 
 
 def find_checkpoint(connection: Connection, path: str, owner: str | None) -> Row | None:
-    where = [t.api_checkpoints.c.path == path] + ([] if owner is None else [t.api_checkpoints.c.owner == owner])
-    row = connection.execute(select(t.api_checkpoints).where(*where)).mappings().one_or_none()
+    row = t.find_row(connection, t.api_checkpoints, path, owner)
     is_over = row is not None and row["expires"] is not None and row["expires"] < time.time()
-    return None if row is None or is_over else dict(row)
+    return None if is_over else row
 
 
 def get_checkpoint(connection: Connection, path: str, owner: str | None) -> Row:

@@ -66,9 +66,7 @@ def add_future(connection: Connection, future: str, owner: str, stream: str, seq
 
 
 def find_future(connection: Connection, future: str, owner: str | None) -> Row | None:
-    where = [t.api_futures.c.id == future] + ([] if owner is None else [t.api_futures.c.owner == owner])
-    row = connection.execute(select(t.api_futures).where(*where)).mappings().one_or_none()
-    return None if row is None else dict(row)
+    return t.find_row(connection, t.api_futures, future, owner)
 
 
 def complete(connection: Connection, future: str, result: Row, **values: Any) -> bool:

@@ -12,7 +12,8 @@ from pathlib import Path
 from sqlalchemy import Connection, func, select
 
 from lorafusion_jax.files import make_folder, sync
-from lorafusion_jax.serve.api.problems import ApiError, not_found
+from lorafusion_jax.serve.api.pages import get_row
+from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.states import ENDED
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.jobs import Jobs
@@ -52,11 +53,7 @@ def any_session(connection: Connection, session: str, owner: str | None) -> Row:
     Raises:
         ApiError: 404.
     """
-    where = [t.api_sessions.c.id == session] + ([] if owner is None else [t.api_sessions.c.owner == owner])
-    row = connection.execute(select(t.api_sessions).where(*where)).mappings().one_or_none()
-    if row is None:
-        raise not_found("such session")
-    return dict(row)
+    return get_row(connection, t.api_sessions, session, owner, "session")
 
 
 def find_session(connection: Connection, session: str, owner: str | None) -> Row:
@@ -81,11 +78,7 @@ def find_model(connection: Connection, model: str, owner: str | None) -> Row:
     Raises:
         ApiError: 404.
     """
-    where = [t.api_models.c.id == model] + ([] if owner is None else [t.api_models.c.owner == owner])
-    row = connection.execute(select(t.api_models).where(*where)).mappings().one_or_none()
-    if row is None:
-        raise not_found("such model")
-    return dict(row)
+    return get_row(connection, t.api_models, model, owner, "model")
 
 
 def accept(

@@ -35,7 +35,7 @@ Offset = Annotated[int, Query(ge=0, le=2**53)]
 @router.get("/training_runs")
 def training_runs(service: ServiceOf, owner: Reader, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
     """Models, newest first."""
-    where = [] if owner.sees is None else [t.api_models.c.owner == owner.sees]
+    where = t.seen_by(t.api_models, owner.sees)
     query = select(t.api_models).where(*where).order_by(t.api_models.c.created.desc())
     with service.db.read() as connection:
         total = connection.scalar(select(func.count()).select_from(t.api_models).where(*where)) or 0
@@ -86,7 +86,7 @@ def checkpoints_of_run(run: Id, service: ServiceOf, owner: Reader) -> dict[str, 
 @router.get("/checkpoints")
 def checkpoints(service: ServiceOf, owner: Reader, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
     """Checkpoints of the owner, newest first."""
-    where = [] if owner.sees is None else [t.api_checkpoints.c.owner == owner.sees]
+    where = t.seen_by(t.api_checkpoints, owner.sees)
     with service.db.read() as connection:
         rows = _checkpoints(connection, *where)
     cursor = {"offset": offset, "limit": limit, "total_count": len(rows)}

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from lorafusion_jax.files import make_folder
-from lorafusion_jax.serve.api.problems import ApiError, not_found
+from lorafusion_jax.serve.api.pages import get_row
+from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.tinker.access import PREFIX, InTurn, Reader, ServiceOf, StreamsOf, Writer
 from lorafusion_jax.serve.tinker.checkpoints import add_sampler, get_checkpoint
@@ -61,7 +62,7 @@ def create_sampler(body: CreateSampler, service: ServiceOf, streams: StreamsOf, 
 def show_sampler(sampler: Id, service: ServiceOf, owner: Reader) -> dict[str, Any]:
     """Says what a sampler samples from."""
     with service.db.read() as connection:
-        row = find_sampler(connection, sampler, owner.sees)
+        row = get_row(connection, t.api_samplers, sampler, owner.sees, "sampler")
     return {"sampler_id": row["id"], "base_model": row["base"], "model_path": row["path"]}
 
 
@@ -70,7 +71,7 @@ def sample(body: Sample, service: ServiceOf, streams: StreamsOf, owner: Writer) 
     """Asks for samples. A repeated request gets the first future."""
     future = future_of(body.sampling_session_id, body.seq_id)
     with service.db.write() as connection:
-        sampler = find_sampler(connection, body.sampling_session_id, owner.sees)
+        sampler = get_row(connection, t.api_samplers, body.sampling_session_id, owner.sees, "sampler")
         if find_future(connection, future, None) is None:
             _add(connection, service.settings.home, sampler, body)
     streams.push_samples()
@@ -91,16 +92,3 @@ def _add(connection: Connection, home: Path, sampler: Row, body: Sample) -> None
     connection.execute(t.api_requests.insert().values(row))
     add_future(connection, future_of(stream, seq), sampler["owner"], stream, seq, "sample")
     beat(connection, sampler["session"])
-
-
-def find_sampler(connection: Connection, sampler: str, owner: str | None) -> Row:
-    """Returns a sampler of an owner.
-
-    Raises:
-        ApiError: 404.
-    """
-    where = [t.api_samplers.c.id == sampler] + ([] if owner is None else [t.api_samplers.c.owner == owner])
-    row = connection.execute(select(t.api_samplers).where(*where)).mappings().one_or_none()
-    if row is None:
-        raise not_found("such sampler")
-    return dict(row)

@@ -131,7 +131,7 @@ def sessions(
     offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
 ) -> dict[str, Any]:
     """Ids of sessions, newest first."""
-    where = [] if owner.sees is None else [t.api_sessions.c.owner == owner.sees]
+    where = t.seen_by(t.api_sessions, owner.sees)
     query = select(t.api_sessions.c.id).where(*where).order_by(t.api_sessions.c.created.desc())
     with service.db.read() as connection:
         return {"sessions": list(connection.execute(query.limit(limit).offset(offset)).scalars())}

@@ -224,7 +224,7 @@ class Models:
         if call is not None:
             if isinstance(call, OptimStep | LoadState):
                 model.adds = False
-            model.adds = model.adds or _adds(call)
+            model.adds = model.adds or (isinstance(call, ForwardBackward) and not call.forward_only)
             model.stream.submit(call).add_done_callback(answer)
         model.log_bytes += command["bytes"]
         is_due = time.monotonic() - model.saved_at > self._save_s or model.log_bytes > LARGEST_LOG
@@ -339,10 +339,6 @@ def _dense(at: int, name: str, value: Any) -> Any:
     if not isinstance(value, Sparse):
         return value
     return dense(value.values, value.crow, value.col, value.shape, where=f"datum {at}, {name}")
-
-
-def _adds(call: Call) -> bool:
-    return isinstance(call, ForwardBackward) and not call.forward_only
 
 
 def _failed(problem: Exception) -> Future[Any]:

@@ -85,14 +85,10 @@ def backward(
 
 def _banks(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """A [A · E, K, Q] and scale · B [A · E, Q, N]."""
-    wide = _padded(a.shape[-1]) - a.shape[-1]
+    wide = max(power_of_two(a.shape[-1]), _LEAST) - a.shape[-1]
     a = jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, wide))).astype(dtype)
     b = jnp.pad(b * scale[:, None, None, None], ((0, 0), (0, 0), (0, wide), (0, 0))).astype(dtype)
     return a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:])
-
-
-def _padded(rank: int) -> int:
-    return max(power_of_two(rank), _LEAST)
 
 
 def _gemm(
