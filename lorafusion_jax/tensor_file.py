@@ -1,4 +1,4 @@
-"""Writes safetensors files tensor by tensor.
+"""Writes safetensors files tensor by tensor, and folders of arrays under names that orbax and tensorstore take.
 
 The library's own `save` copies all tensors twice without letting other threads run: 0.6 s for an adapter of 1 GB, and a
 run that saves does not dispatch meanwhile.
@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+# Orbax looks for its files by a pattern that begins with the folder, so in a folder `x[1]` it finds none; tensorstore
+# takes a backslash for a slash.
+SIGNS = frozenset("*?[]\\")
+MANIFEST, UNMERGED = "manifest.ocdbt", "ocdbt.process_0"
 CODES = {
     "bool": "BOOL", "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
@@ -63,3 +69,32 @@ def header_of(tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes
 def bytes_of(tensor: np.ndarray) -> memoryview:
     """Returns the bytes of a tensor in C order, without a copy where it has that order."""
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+
+
+@contextmanager
+def plain_name(folder: Path) -> Iterator[Path]:
+    """Yields a path to a folder without signs of patterns: the folder itself, or a link to it."""
+    if not SIGNS & set(str(folder)):
+        yield folder
+        return
+    parent = None if not SIGNS & set(tempfile.gettempdir()) else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="lorafusion-", dir=parent) as temporary:
+        link = Path(temporary) / "folder"
+        link.symlink_to(folder, target_is_directory=True)
+        yield link
+
+
+@contextmanager
+def merged(arrays: Path) -> Iterator[Path]:
+    """Yields a folder of arrays as it should be: one that orbax did not find again after writing lacks its last step.
+
+    What a process has written is then a database of its own in a folder below, which is linked to where it belongs.
+    """
+    process = arrays / UNMERGED
+    if (arrays / MANIFEST).exists() or not (process / MANIFEST).is_file():
+        yield arrays
+        return
+    with tempfile.TemporaryDirectory(prefix="lorafusion-") as temporary:
+        for path in (*arrays.iterdir(), *process.iterdir()):
+            (Path(temporary) / path.name).symlink_to(path.resolve())
+        yield Path(temporary)

@@ -47,12 +47,12 @@ from scheduling.replan import replan as replan
 from scheduling.serialize import PlanOutline as PlanOutline
 from scheduling.serialize import outline_from_lines as outline_from_lines
 from scheduling.simulate import simulate as simulate
-from scheduling.spans import Pause as Pause
-from scheduling.spans import Span as Span
 from scheduling.statistics import AdapterStatistics as AdapterStatistics
 from scheduling.statistics import Limit as Limit
 from scheduling.statistics import PlanStatistics as PlanStatistics
 from scheduling.statistics import plan_statistics as plan_statistics
+from scheduling.timeline import Pause as Pause
+from scheduling.timeline import Span as Span
 from scheduling.timeline import Timeline as Timeline
 from scheduling.types import AdapterJob as AdapterJob
 from scheduling.types import Layout as Layout

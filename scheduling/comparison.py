@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from scheduling.errors import PlanError
 from scheduling.pipeline import Kind
-from scheduling.spans import Span
-from scheduling.timeline import Timeline
+from scheduling.timeline import Span, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

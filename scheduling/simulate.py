@@ -9,8 +9,7 @@ import numpy as np
 from scheduling.cost_model import CostModel
 from scheduling.pipeline import Event, Program, one_forward_one_backward, play
 from scheduling.plan import Plan
-from scheduling.spans import Span
-from scheduling.timeline import Timeline
+from scheduling.timeline import Span, Timeline
 
 
 def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = None) -> Timeline:

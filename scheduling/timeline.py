@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from scheduling.errors import PlanError
-from scheduling.spans import Pause, Span
+from scheduling.pipeline import Kind
 
 # Timelines as JSON with one line per span. The round trip is exact.
 
@@ -265,3 +265,22 @@ def _idle_s(spans: Sequence[Span], start: float, end: float) -> float:
             idle += max(0.0, span.start_s - now)
             now = max(now, span.end_s)
     return idle + max(0.0, end - now)
+
+
+class Span(NamedTuple):
+    """One event with its times."""
+
+    kind: Kind
+    stage: int
+    slot: int
+    start_s: float
+    end_s: float
+    adapters: tuple[str, ...] = ()
+
+
+class Pause(NamedTuple):
+    """Training waits for an evaluation or a checkpoint. Events that started earlier end within the pause."""
+
+    start_s: float
+    end_s: float
+    what: str = ""

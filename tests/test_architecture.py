@@ -37,7 +37,7 @@ NO_JAX = (
     "lorafusion_jax.adapters.spec",
     "lorafusion_jax.families.read",
     "lorafusion_jax.layout.extent",
-    "lorafusion_jax.planning.floor",
+    "lorafusion_jax.planning.planned",
     "lorafusion_jax.planning.memory",
     "lorafusion_jax.planning.prediction",
     "lorafusion_jax.planning.training_plan",

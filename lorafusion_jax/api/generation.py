@@ -39,7 +39,7 @@ class Texts(Shown, Sequence["Generated"]):
         return [text.text for text in self.texts if text.adapter == adapter]
 
     def _show(self, console: Console) -> None:
-        from lorafusion_jax.report.generated import show_texts
+        from lorafusion_jax.report.console import show_texts
 
         show_texts(console, [(text.prompt, text.adapter, text.text) for text in self.texts])
 

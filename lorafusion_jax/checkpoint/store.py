@@ -16,12 +16,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from lorafusion_jax.array_files import merged, plain_name
 from lorafusion_jax.checkpoint.saved_states import POSITION, bad_state, slots_of
 from lorafusion_jax.checkpoint.saved_states import read_position as read_position
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.files import remove_folder
 from lorafusion_jax.new_folder import new_folder
+from lorafusion_jax.tensor_file import merged, plain_name
 
 HEADROOM = 1.1  # metadata and block rounding on top of the arrays
 ARRAYS, ADAPTERS = "arrays", "adapters"

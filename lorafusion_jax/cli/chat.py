@@ -110,7 +110,7 @@ class Conversation:
             self._messages.setdefault(name, [])
 
     def _answer(self, line: str) -> None:
-        from lorafusion_jax.generation.conversation import Conversation as Caches
+        from lorafusion_jax.generation.generator import Conversation as Caches
         from lorafusion_jax.generation.text import PromptRow
 
         self._caches = self._caches or Caches()

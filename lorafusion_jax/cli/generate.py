@@ -138,7 +138,7 @@ def command(
     if as_json:
         print(lines, end="")
     else:
-        from lorafusion_jax.report.generated import show_texts
+        from lorafusion_jax.report.console import show_texts
 
         show_texts(console, [(text.prompt, text.adapter, text.text) for text in answers])
         say(console, f"written to {to}") if to is not None else None

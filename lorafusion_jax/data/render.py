@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lorafusion_jax.data.example import Chat, Example, Pair, Text
+from lorafusion_jax.data.row_parsers import Chat, Example, Pair, Text
 from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.data.template.chat import ChatTemplate, parse_arguments, quoted_arguments
 from lorafusion_jax.data.template.compiled import TemplateLimit, TemplateProblem

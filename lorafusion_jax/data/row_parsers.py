@@ -1,12 +1,12 @@
-"""Parses one row of any format into an example."""
+"""Parses one row of any format into an example: what it teaches, before it becomes text and tokens."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.messages import BadRow, checked_text, parse_message, parse_messages, says_something
 from lorafusion_jax.data.rows import messages_or_text, type_name
 from lorafusion_jax.data.template.chat import RESERVED_NAMES
@@ -153,3 +153,36 @@ PARSERS: dict[str, Callable[[dict, dict[str, str], bool], Example]] = {
     "instruction": _instruction,
     "text": _text,
 }
+
+
+class Chat(NamedTuple):
+    """A conversation with the role names of chat templates.
+
+    Attributes:
+        variables: additional variables for the chat template.
+        muted: messages that the row excludes from the loss.
+        answer_from: first message of the row's completion; 0 if the row has no completion.
+    """
+
+    messages: list[dict]
+    tools: list | None = None
+    variables: Mapping[str, Any] = MappingProxyType({})
+    muted: frozenset[int] = frozenset()
+    answer_from: int = 0
+
+
+class Pair(NamedTuple):
+    """A prompt and its answer. `joint` separates them if no chat template is used."""
+
+    prompt: str
+    answer: str
+    joint: str = ""
+
+
+class Text(NamedTuple):
+    """Plain text."""
+
+    text: str
+
+
+type Example = Chat | Pair | Text

@@ -12,14 +12,13 @@ import numpy as np
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import cache
 from lorafusion_jax.data.chosen_rows import ChosenRows, choose_rows
-from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.fit_length import MOST_LOST, Fit, fit_length
 from lorafusion_jax.data.formats import Layout, detect_layout
 from lorafusion_jax.data.join_sets import SetBuilder, join_reports
 from lorafusion_jax.data.messages import ROLES, BadRow
 from lorafusion_jax.data.other_rows import refuse_other_rows
 from lorafusion_jax.data.render import EncodedRows, encode_examples, joined_note
-from lorafusion_jax.data.row_parsers import PARSERS
+from lorafusion_jax.data.row_parsers import PARSERS, Chat, Example, Pair, Text
 from lorafusion_jax.data.rows import RawSource, Rows, RowsError, typed_row
 from lorafusion_jax.data.segments import code_of
 from lorafusion_jax.data.sources import open_source, row_blocks

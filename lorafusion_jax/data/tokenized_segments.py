@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from lorafusion_jax.config.schema import DataSettings
-from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.fit_length import fit_length
 from lorafusion_jax.data.messages import checked_text, parse_messages
 from lorafusion_jax.data.other_rows import refuse_media
 from lorafusion_jax.data.render import AFTER_PROMPT, encode_examples, joined_note
+from lorafusion_jax.data.row_parsers import Chat, Example, Pair, Text
 from lorafusion_jax.data.rows import RawSource, Rows
 from lorafusion_jax.data.segments import RowSample, columns_of, read_samples
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet, quantiles

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.delta_net import DeltaNet
-from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.experts import Experts, ParallelExperts
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mamba import Mamba
 from lorafusion_jax.families.mechanism import Mechanism
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.norm import Norms
-from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.per_layer_input import PerLayerInput
 from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.layout.layer import FrozenArray, LayerSpec, Linear, Norm, SavedTensor

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.families.attention import MODULE, Attention, QKNorm
 from lorafusion_jax.families.delta_net import DeltaNet
-from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.experts import Experts, ParallelExperts
 from lorafusion_jax.families.hf_config import one_of_each
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Absent, Layer
@@ -25,7 +25,6 @@ from lorafusion_jax.families.mamba import Mamba
 from lorafusion_jax.families.mlp import MODULE as MLP
 from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.norm import Kind, Norms, Place
-from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.per_layer_input import MIX, MIX_NORM, POSITIONS, TABLE, PerLayerInput
 from lorafusion_jax.families.read import translate

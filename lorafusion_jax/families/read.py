@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from lorafusion_jax.families.agreement import contradictions, outside_text
-from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.families.experts import Experts, ParallelExperts, Router
 from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.hf_config import DROPOUTS, OFF, HFConfig, parse_part, shortened, unread_keys
 from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.multimodal import OF_ROOT, SHARED, TEXT, UNCAPPED, text_part
-from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.pattern import LayerType, read_pattern
 from lorafusion_jax.families.quantised import UnknownFormat, format_name, packed_as
 from lorafusion_jax.families.read_mixers import read_delta_net, read_latent, read_mixer

@@ -1,12 +1,15 @@
-"""Generates for a closed list of requests, with the weights that adapters have at each call."""
+"""Generates for a closed list of requests, with the weights that adapters have at each call.
+
+What a turn of a conversation has computed serves the next one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from lorafusion_jax.generation.capacity import blocks_that_fit
-from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.engine import FEWEST_ROWS, SLOTS, Engine
 from lorafusion_jax.generation.packing import BASE, power_of_two
 from lorafusion_jax.generation.programs import GenerationPrograms
@@ -104,3 +107,24 @@ class Generator:
                 **self._options,
             )
         return engine
+
+
+if TYPE_CHECKING:
+    from lorafusion_jax.generation.engine import Engine
+    from lorafusion_jax.generation.slots import Sampler
+
+
+class Conversation:
+    """An engine between two calls of a `Generator`. Its blocks hold the beginnings of the next prompts.
+
+    Attributes:
+        samplers: by adapter.
+    """
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.samplers: dict[int, Sampler] = {}
+
+    def forget(self) -> None:
+        """Frees the engine."""
+        self.engine, self.samplers = None, {}

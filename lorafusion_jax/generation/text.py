@@ -15,8 +15,7 @@ from lorafusion_jax.data.template.left_out import unread_keys
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer, with_template
 from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
 from lorafusion_jax.generation.answer_text import AnswerTexts
-from lorafusion_jax.generation.conversation import Conversation
-from lorafusion_jax.generation.generator import MOST_SEQUENCES, Generator
+from lorafusion_jax.generation.generator import MOST_SEQUENCES, Conversation, Generator
 from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.packing import BASE
 from lorafusion_jax.generation.requests import Answer, End, Request

@@ -1,4 +1,4 @@
-"""A mixture of experts as a module: executes `families.experts.Experts`.
+"""A mixture of experts as a module, in place of an MLP or beside one: executes what `families.experts` describes.
 
 Dims: `T` packed tokens · `D` model width · `E` experts · `k` experts of a row · `M` sorted rows, or sequences ·
 `G` gate and up
@@ -14,12 +14,24 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from lorafusion_jax.families.experts import DOWN, EXPERT_SCALE, GATE_UP, INPUT_SCALE, Experts, Router
+from lorafusion_jax.families.experts import (
+    DOWN,
+    EXPERT_SCALE,
+    GATE_UP,
+    INPUT_NORM,
+    INPUT_SCALE,
+    MLP_NORM,
+    OUTPUT_NORM,
+    Experts,
+    ParallelExperts,
+    Router,
+)
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.models.balance import count_choices
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.expert_linear import ExpertLinear
 from lorafusion_jax.models.mlp import MLP
+from lorafusion_jax.models.norm import RMSNorm
 from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.experts.rows import ExpertRows, collect_rows, sort_rows, spread_copies, spread_rows
 from pallas_kernels.mlp.xla import activate, gate_with
@@ -197,3 +209,31 @@ def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 def _attribute(shared: Mlp) -> str:
     return shared.module.rpartition(".")[2]
+
+
+class ParallelMixture(MixtureOfExperts):
+    """mlp_norm(y) + output_norm(Σ_e weight_e · expert_e(input_norm(x))), where y is the output of the MLP."""
+
+    mlp_norm: RMSNorm
+    input_norm: RMSNorm
+    output_norm: RMSNorm
+
+    def __init__(self, build: Builder, spec: ParallelExperts):
+        super().__init__(build, spec)
+        for name in (MLP_NORM, INPUT_NORM, OUTPUT_NORM):
+            setattr(self, name, build.norm(f"{spec.module}.{name}"))
+
+    def beside(
+        self, y_TD: Float[Array, "T D"], x_TD: Float[Array, "T D"], lora: LoRAContext | None
+    ) -> Float[Array, "T D"]:
+        """Adds the experts.
+
+        Args:
+            y_TD: output of the MLP.
+            x_TD: the sum before it.
+        """
+        _, expert_Tk, weight_Tk = self._route(x_TD)
+        added_TD: jax.Array = self._run(self.input_norm(x_TD), expert_Tk, weight_Tk, lora)
+        return self.mlp_norm(checkpoint_name(y_TD, "mlp_out")) + self.output_norm(
+            checkpoint_name(added_TD, "experts_out")
+        )

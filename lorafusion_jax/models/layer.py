@@ -29,13 +29,12 @@ from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.cache import Cache
 from lorafusion_jax.models.delta_net import GatedDeltaNet
-from lorafusion_jax.models.experts import MixtureOfExperts
+from lorafusion_jax.models.experts import MixtureOfExperts, ParallelMixture
 from lorafusion_jax.models.inputs import LayerInputs, by_parts
 from lorafusion_jax.models.latent_attention import LatentSelfAttention
 from lorafusion_jax.models.mamba import MambaMixer
 from lorafusion_jax.models.mlp import MLP
 from lorafusion_jax.models.norm import LayerNorm, RMSNorm
-from lorafusion_jax.models.parallel_experts import ParallelMixture
 from lorafusion_jax.models.per_layer_input import OwnInput
 from lorafusion_jax.models.self_attention import SelfAttention
 from lorafusion_jax.models.short_convolution import GatedConvolution

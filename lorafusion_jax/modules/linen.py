@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array
 
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec, refuse_only_in_runs
@@ -31,13 +32,14 @@ from lorafusion_jax.modules.linen_layers import (
     frozen_multiply,
     has_stored_weight,
 )
-from lorafusion_jax.modules.linen_quantised import check_plain, quantise_params
 from lorafusion_jax.modules.linen_report import report_ran
 from lorafusion_jax.modules.lora_product import Leaves, expert_products, lora_product
 from lorafusion_jax.modules.match import EXPERTS, name_matches, unknown_names
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Result
 from lorafusion_jax.modules.report import LoRAReport
+from lorafusion_jax.modules.stored_weight import StoredWeight
+from lorafusion_jax.modules.storing import check_mesh, store
 from lorafusion_jax.modules.unmatched import all_excluded, describe_left_out, unknown_target
 from lorafusion_jax.modules.use import SHOWN, check_inside, staging, traced_anew
 from lorafusion_jax.modules.weights import (
@@ -49,6 +51,7 @@ from lorafusion_jax.modules.weights import (
     refuse_bypassed,
     save_adapter,
 )
+from lorafusion_jax.weights.table import check_kernels, stored_kind
 
 
 class LinenLoRA:
@@ -416,3 +419,45 @@ def _missing_collection(module: nn.Module) -> RunError:
         where=".".join(module.path),
         fix=f'model.apply({{"params": params, "{COLLECTION}": adapters}}, …)',
     )
+
+
+def quantise_params(params: Any, layers: Sequence[LinenLayer], quantize: str) -> dict[str, Any]:
+    """Stores the weights of these layers, one after another. The given tree does not change.
+
+    Raises:
+        ConfigError: see `LinenLoRA.quantize_base`.
+    """
+    if stored_kind(quantize) is None:
+        return params
+    if (where := _first_stored(params)) is not None:
+        raise ConfigError("lora.quantized", "its weight is stored in fewer bytes already.", where=where)
+    stored = copy_dicts(params)
+    weights = {(layer.scope, layer.weight): layer for layer in layers}
+    for (scope, name), layer in weights.items():
+        check_mesh(nn.meta.unbox(node_at(stored, scope)[name]), layer, len(layer.stack), quantize, layer.name)
+    check_kernels(quantize, {layer.name: (layer.in_features, layer.out_features) for layer in weights.values()})
+    for (scope, name), layer in weights.items():
+        node = node_at(stored, scope)
+        node[name] = store(nn.meta.unbox(node[name]), layer, len(layer.stack), quantize)
+    return stored
+
+
+def check_plain(params: Any) -> None:
+    """Checks that no weight is stored in fewer bytes.
+
+    Raises:
+        ConfigError: `lora.merge-quantized`.
+    """
+    if (where := _first_stored(params)) is not None:
+        raise ConfigError(
+            "lora.merge-quantized",
+            "the weight is stored in fewer bytes, and an adapter cannot be merged into it without rounding.",
+            where=where,
+            fix="merge into the parameters that quantize_base got",
+        )
+
+
+def _first_stored(params: Any) -> str | None:
+    """Returns the path of the first layer whose weight is stored in fewer bytes."""
+    leaves = flatten_dict(copy_dicts(params)).items()
+    return next((".".join(path[:-1]) for path, leaf in leaves if isinstance(leaf, StoredWeight)), None)

@@ -16,7 +16,6 @@ from flax import nnx
 
 from lorafusion_jax.adapters.init import SHARED
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.array_files import merged, plain_name
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.layout.layer import FUSED, PATHS, TARGETS
 from lorafusion_jax.modules.weights import adapter_arrays, adapter_names, adapter_spec, layer_shapes, put_adapter_arrays
@@ -26,7 +25,7 @@ from lorafusion_jax.peft.leaves import Arrays, as_exported
 from lorafusion_jax.peft.read_config import CONFIG_FILE, describe, read_config
 from lorafusion_jax.peft.settings import text_name
 from lorafusion_jax.peft.write_config import config_of
-from lorafusion_jax.tensor_file import write_tensors
+from lorafusion_jax.tensor_file import merged, plain_name, write_tensors
 
 type Keys = Mapping[str, str] | Callable[[str], str] | None
 ROOT = "base_model."

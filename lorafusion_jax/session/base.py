@@ -1,7 +1,8 @@
-"""Loads the base model of a job onto the stages of its mesh."""
+"""Loads the base model of a job onto the stages of its mesh, and tells its figures for records and events."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.config.stack import place_specs, stack_of
+from lorafusion_jax.config.stack import place_specs, residents, stack_of
 from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import RunError, raise_all
@@ -39,6 +40,8 @@ from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.planning.tensor import tensor_problems
 from lorafusion_jax.session.base_cache import BaseFiles, CachedBase, open_cache
 from lorafusion_jax.session.distant_stage import AnyStage, DistantStage, local_stages
+from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.leaves import HEAD_ROWS
 from lorafusion_jax.session.mesh import VOCABULARY, StageMesh, stage_meshes
 from lorafusion_jax.session.move import transfer
 from lorafusion_jax.session.parts import Parts
@@ -332,3 +335,74 @@ def _tensor_axis(name: str, model: ModelConfig) -> int | None:
         number, _, leaf = numbered_leaf.partition(".")
         return model.layer(int(number)).split_axes.get(leaf)
     return VOCABULARY if head in (EMBEDDING, "lm_head") else None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Figures of the adapters on the stages of an executor, and of their base."""
+
+    config: JobConfig
+    executor: Executor
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the state of a snapshot, with the copies of all replicas. Collective over processes."""
+        return sum(self._by_stage(lambda stage: sum(leaf.nbytes for leaf in jax.tree.leaves(stage.trainable_arrays()))))
+
+    def _by_stage[T](self, read: Callable[[Stage], T]) -> list[T]:
+        local = self.executor.local_stages
+        return self.executor.links.by_stage({index: read(stage) for index, stage in local.items()})
+
+    @property
+    def num_trainable(self) -> int:
+        """Number of parameters of the adapters."""
+        first = self.executor.stages[0]
+        leaves, tied = first.parts.leaves, first.parts.model.tie_embeddings
+        adapters = first.occupied
+        if residents(self.config) is not None:  # the last place is the largest
+            adapters = [(len(first.parts.specs) - 1, spec) for spec in adapter_specs(self.config)]
+        return sum(
+            math.prod(shape)
+            for shapes in leaves.own_shapes(adapters).values()
+            for name, shape in shapes.items()
+            if leaves.columns[name].leaf.trainable and not (name == HEAD_ROWS and tied)
+        )
+
+    @property
+    def stored(self) -> dict[str, int]:
+        """Elements stored on the devices of one replica: weights, gradients, moments. Collective over processes."""
+        counts = self._by_stage(lambda stage: stage.count_elements())
+        return {kind: sum(of_stage[kind] for of_stage in counts) for kind in counts[0]}
+
+    @property
+    def num_frozen(self) -> int:
+        return self._model.num_parameters  # not a sum over stages: a tied table is on two of them
+
+    @property
+    def layers(self) -> list[float]:
+        """Number of layers of each stage."""
+        return [stage.extent.count for stage in self.executor.stages]
+
+    @property
+    def remat(self) -> RematPolicy:
+        return self.executor.stages[0].remat
+
+    @property
+    def memory_warning(self) -> str | None:
+        return memory_warning(self.config, self._model, self.remat)
+
+    @property
+    def device(self) -> dict[str, str]:
+        """Kind, platform and tuning table for run.json."""
+        device = jax.devices()[0]
+        table = config_store.used_digest(device.device_kind)
+        return {"device": device.device_kind, "platform": device.platform, "tuning_table": table}
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak memory in use on a device; None if the backend does not report it (CPU)."""
+        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+    @property
+    def _model(self) -> ModelConfig:
+        return ModelConfig.from_hf(base_directory(self.config))

@@ -25,13 +25,12 @@ from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.ahead import Ahead
 from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, first_tail, places_for_segments, refs_of_set
 from lorafusion_jax.session.bank import Bank
-from lorafusion_jax.session.base import check_tables, has_room_for_a_state, open_base
+from lorafusion_jax.session.base import Facts, check_tables, has_room_for_a_state, open_base
 from lorafusion_jax.session.base_cache import BaseFiles
 from lorafusion_jax.session.batch_end import BatchEnds
 from lorafusion_jax.session.distant_stage import AnyStage
 from lorafusion_jax.session.evaluation import HeldOut
 from lorafusion_jax.session.executor import Executor
-from lorafusion_jax.session.facts import Facts
 from lorafusion_jax.session.first_weights import starting_weights, starts_from_base
 from lorafusion_jax.session.judges import Judge
 from lorafusion_jax.session.loop import Loop

@@ -24,8 +24,7 @@ from lorafusion_jax.session.links import Links
 from lorafusion_jax.session.processes import barrier
 from scheduling import Plan
 from scheduling.pipeline import Event
-from scheduling.spans import Pause, Span
-from scheduling.timeline import Timeline
+from scheduling.timeline import Pause, Span, Timeline
 
 MOST = 200_000  # recorded events, about 40 MB; later ones are not recorded
 PATIENCE_S = 5.0  # after a failure

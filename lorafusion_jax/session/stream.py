@@ -21,8 +21,7 @@ from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_spec, model_targets
-from lorafusion_jax.data.assemble import Piece
-from lorafusion_jax.data.row_table import target_size
+from lorafusion_jax.data.assemble import Piece, target_size
 from lorafusion_jax.errors import CallError, ServerCallError
 from lorafusion_jax.objective.rows import TARGETS, RowNumbers, row_losses
 from lorafusion_jax.optim.step import Hyper

@@ -23,8 +23,8 @@ from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError,
 from lorafusion_jax.files import naming, replace_text
 from lorafusion_jax.generation.engine import ROWS, Request
 from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.report.console import shown_prompt
 from lorafusion_jax.report.events import AdapterSampled, Listener, PhaseBegun
-from lorafusion_jax.report.generated import shown_prompt
 from lorafusion_jax.rollout.drawn import Drawn, Turns
 from lorafusion_jax.rollout.functions import Functions
 from lorafusion_jax.rollout.rewards import rewards_of

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from html import escape
 
 from scheduling.plots.colors import adapter_colors, adapter_names
-from scheduling.spans import Span
-from scheduling.timeline import Timeline
+from scheduling.timeline import Span, Timeline
 
 MOST_SPANS = 60_000  # about 2 MB of page; browsers stay quick
 

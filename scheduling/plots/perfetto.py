@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduling.spans import Pause, Span
-from scheduling.timeline import Timeline
+from scheduling.timeline import Pause, Span, Timeline
 
 
 def to_perfetto(timeline: Timeline, *, compare: Timeline | None = None) -> dict[str, Any]:

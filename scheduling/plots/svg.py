@@ -7,8 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 from scheduling.plots.colors import adapter_colors
-from scheduling.spans import Pause, Span
-from scheduling.timeline import Timeline
+from scheduling.timeline import Pause, Span, Timeline
 
 ROW, GAP, LEFT, TOP, HOST = 34, 8, 64, 30, 14
 MOST_NAMED = 12  # adapters of the legend; the bars name all of theirs

@@ -6,8 +6,7 @@ from itertools import islice
 from string import ascii_lowercase
 
 from scheduling.plots.colors import adapter_names
-from scheduling.spans import Span
-from scheduling.timeline import Timeline
+from scheduling.timeline import Span, Timeline
 
 IDLE = "·"
 

@@ -11,7 +11,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from lorafusion_jax.array_files import MANIFEST
 from lorafusion_jax.checkpoint.saved_states import POSITION, checkpoint_damage, find_checkpoint, slots_of
 from lorafusion_jax.checkpoint.store import ARRAYS, StateStore
 from lorafusion_jax.digests import find_damage, write_digests
@@ -19,6 +18,7 @@ from lorafusion_jax.errors import RunError
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.session import AdapterState
+from lorafusion_jax.tensor_file import MANIFEST
 
 THREADS_END_S = 0.5  # those of the writer, after its error
 

@@ -24,8 +24,7 @@ from lorafusion_jax.errors import DataError, ErrorList, LoraFusionError, RunErro
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.generation import generator, packing
 from lorafusion_jax.generation.answer_text import AnswerTexts
-from lorafusion_jax.generation.conversation import Conversation
-from lorafusion_jax.generation.generator import Generator
+from lorafusion_jax.generation.generator import Conversation, Generator
 from lorafusion_jax.generation.packing import BASE, NOWHERE, TILE, Prompt, pack_prompts
 from lorafusion_jax.generation.passes import Passes
 from lorafusion_jax.generation.requests import Request

@@ -14,8 +14,7 @@ from drawn import golden
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.generation.capacity import cached_rows
-from lorafusion_jax.generation.conversation import Conversation
-from lorafusion_jax.generation.generator import Generator
+from lorafusion_jax.generation.generator import Conversation, Generator
 from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.packing import BASE
 from lorafusion_jax.generation.requests import Request

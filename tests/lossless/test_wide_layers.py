@@ -13,8 +13,7 @@ from safetensors.numpy import load_file
 from small_jobs import write_job, write_rows
 
 from lorafusion_jax.config import load_config
-from lorafusion_jax.families.experts import Router
-from lorafusion_jax.families.parallel_experts import ParallelExperts
+from lorafusion_jax.families.experts import ParallelExperts, Router
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.peft.merge import merge_adapter

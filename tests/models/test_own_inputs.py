@@ -14,8 +14,7 @@ from safetensors.numpy import load_file, save_file
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList
 from lorafusion_jax.generation import packing
-from lorafusion_jax.generation.conversation import Conversation
-from lorafusion_jax.generation.generator import Generator, Request
+from lorafusion_jax.generation.generator import Conversation, Generator, Request
 from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import AdapterSource, Source

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lorafusion_jax.data.row_table import RowTable, target_size
+from lorafusion_jax.data.assemble import RowTable, target_size
 from lorafusion_jax.errors import CallError
 from lorafusion_jax.objective.row_head import client_logprobs, client_losses
 from lorafusion_jax.objective.rows import LOSSES, read_config, read_row, row_losses

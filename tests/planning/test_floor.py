@@ -10,8 +10,8 @@ from shapes import LLAMA_8B
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.layout.extent import extents
-from lorafusion_jax.planning.floor import stage_floors_s
 from lorafusion_jax.planning.memory import MemoryProblem
+from lorafusion_jax.planning.planned import stage_floors_s
 from pallas_kernels.cost import H200, product
 from pallas_kernels.cost_ops import MlpCost, SiblingsCost
 

@@ -11,10 +11,9 @@ from shapes import GEMMA_4_E2B, LLAMA_8B
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.families.delta_net import DeltaNet
-from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.families.experts import Experts, ParallelExperts, Router
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mlp import Mlp
-from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.layout.layer import EXPERTS, PATHS, REMAT_POLICIES

@@ -11,8 +11,8 @@ from shapes import LLAMA_8B
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.layout.extent import extents
-from lorafusion_jax.planning.floor import stage_floors_s
 from lorafusion_jax.planning.memory import MemoryProblem
+from lorafusion_jax.planning.planned import stage_floors_s
 from lorafusion_jax.planning.ranks import RATES, seconds_per_token
 from pallas_kernels.cost import H200
 

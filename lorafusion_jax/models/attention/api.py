@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from lorafusion_jax.models.attention.checkpoint_names import checkpointed
 from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward, on_hopper
 from lorafusion_jax.models.attention.cudnn import unsupported_reason as cudnn_unsupported_reason
-from lorafusion_jax.models.attention.rule import ScoreRule
+from lorafusion_jax.models.attention.rule import ScoreRule, checkpointed
 from lorafusion_jax.models.attention.xla import xla_backward, xla_forward
 from lorafusion_jax.models.segments import Segments
 from pallas_kernels import config_store

@@ -10,8 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from lorafusion_jax.models.attention.checkpoint_names import checkpointed
-from lorafusion_jax.models.attention.rule import ScoreRule
+from lorafusion_jax.models.attention.rule import ScoreRule, checkpointed
 from lorafusion_jax.models.segments import Segments
 from pallas_kernels.device import is_hopper
 

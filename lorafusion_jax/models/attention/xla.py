@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lorafusion_jax.models.attention.checkpoint_names import checkpointed
-from lorafusion_jax.models.attention.rule import ScoreRule
+from lorafusion_jax.models.attention.rule import ScoreRule, checkpointed
 from lorafusion_jax.models.segments import Segments
 
 BLOCK = 64
