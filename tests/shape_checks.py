@@ -10,9 +10,7 @@ from jaxtyping import config, install_import_hook
 
 CHECKED = (  # packages and modules whose annotated functions are checked
     "pallas_kernels.attention.api",
-    "pallas_kernels.attention.reference",
     "pallas_kernels.linear.api",
-    "pallas_kernels.linear.reference",
     "pallas_kernels.mlp.api",
     "pallas_kernels.mlp.xla",
     "pallas_kernels.norm.api",
