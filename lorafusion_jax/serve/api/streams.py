@@ -103,7 +103,7 @@ def _exists(service: Service, job: str, owner: Owner) -> bool:
 
 def _events(service: Service, owner: Owner, job: str | None, seq: int) -> list[dict[str, Any]]:
     where = [t.events.c.seq > seq]
-    where += t.seen_by(t.events, owner.sees)
+    where += [] if owner.sees is None else [t.events.c.owner == owner.sees]
     where += [] if job is None else [t.events.c.job == job]
     with service.db.read() as connection:
         query = select(t.events).where(*where).order_by(t.events.c.seq).limit(AT_ONCE)
