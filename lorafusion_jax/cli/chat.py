@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from lorafusion_jax.cli.common import ProgramCache
+from lorafusion_jax.cli.common import ProgramCache, standard_input
 from lorafusion_jax.cli.generate import (
     Adapters,
     Base,
@@ -28,6 +27,10 @@ from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, say
 
 HELP = "/adapter NAME changes the adapter, /new starts again, /exit ends"
+FIXES = {  # of errors of a message
+    "generate.too-long": "/new starts again, or a shorter message",
+    "generate.template": "lorafusion generate --raw: without the template",
+}
 
 
 def command(
@@ -82,11 +85,13 @@ class Conversation:
             try:
                 self._act(line)
             except LoraFusionError as problem:  # of this message only
-                say(self._console, str(problem), "red")
+                for error in getattr(problem, "errors", [problem]):
+                    error.fix = FIXES.get(error.code, error.fix)
+                    say(self._console, str(error), "red")
 
     def _read(self) -> str | None:
         self._console.print("> ", end="", style="bold")
-        line = sys.stdin.readline()
+        line = standard_input().readline()
         return line.strip() if line else None
 
     def _act(self, line: str) -> None:
@@ -103,7 +108,8 @@ class Conversation:
     def _choose(self, names: list[str]) -> None:
         unknown = [name for name in names if name not in self._model.adapters]
         if unknown or not names:
-            say(self._console, f"adapters: {', '.join(self._model.adapters)}", "dim")
+            wrong = f"there is no adapter {', '.join(map(repr, unknown))}; " if unknown else ""
+            say(self._console, f"{wrong}adapters: {', '.join(self._model.adapters)}", "dim")
             return
         self._names = names
         for name in names:

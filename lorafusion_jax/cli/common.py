@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -37,6 +39,19 @@ ProgramCache = Annotated[
 def typed(jobs: Path, overrides: Sequence[str] | None) -> str:
     """Job file and settings as typed on a command line."""
     return shlex.join([str(jobs), *(overrides or ())])
+
+
+def standard_input() -> TextIO:
+    """Standard input. What is no text in it becomes half characters, which the check of prompts names.
+
+    Raises:
+        ConfigError: `generate.no-prompt`, it is closed.
+    """
+    if sys.stdin is None:
+        raise ConfigError("generate.no-prompt", "standard input is closed.", fix="a text, or --file FILE")
+    if isinstance(sys.stdin, TextIOWrapper) and sys.stdin.errors != "surrogateescape":
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
 
 
 def ends_in(path: Path, *endings: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
+from io import StringIO
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from lorafusion_jax.cli.common import Json, ProgramCache, next_command
+from lorafusion_jax.cli.common import Json, ProgramCache, next_command, standard_input
 from lorafusion_jax.errors import ConfigError, DataError
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.generation.sampling import Sampling
@@ -19,6 +19,7 @@ from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import errors_to, out, say, warn
 
 STDIN = "-"
+MARK = "\ufeff"  # with which some programs begin a text in UTF-8
 
 SourceArgument = Annotated[
     str, typer.Argument(metavar="SOURCE", help="run folder, PEFT folder, or folder or hub name of a base model")
@@ -118,10 +119,8 @@ def command(
         texts = [_stdin()]
     file_rows = [FileRow(rows=tuple(rows_for([text], generation_source.asked, sampling)), others={}) for text in texts]
     if file is not None:
-        with _opened(file) as lines:
-            file_rows += read_rows(
-                lines, generation_source.asked, sampling, name="standard input" if file == STDIN else file
-            )
+        name = "standard input" if file == STDIN else file
+        file_rows += read_rows(_lines(file), generation_source.asked, sampling, name=name)
     prepare_machine(cache=program_cache)
     from lorafusion_jax.generation.text import TextGenerator
 
@@ -165,16 +164,16 @@ def _row(generated: Any, more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stdin() -> str:
-    return sys.stdin.read().rstrip("\n")
+    return standard_input().read().removeprefix(MARK).rstrip("\n")
 
 
-@contextmanager
-def _opened(file: str) -> Iterator[IO[str]]:
+def _lines(file: str) -> Iterable[str]:
     if file == STDIN:
-        yield sys.stdin
-        return
+        return StringIO(standard_input().read().removeprefix(MARK))
+    from lorafusion_jax.data.row_files import decode
+
     try:
-        with open(file, encoding="utf-8") as lines:
-            yield lines
-    except (OSError, UnicodeDecodeError) as problem:
-        raise DataError("generate.file", f"{file} cannot be read.", why=str(problem)) from None
+        return StringIO(decode(file, Path(file).read_bytes()), newline=None)
+    except OSError as problem:
+        why, fix = problem.strerror or str(problem), 'a file of rows such as {"prompt": "…"}, or - for standard input'
+        raise DataError("generate.file", f"{file} cannot be read.", why=why, fix=fix) from None

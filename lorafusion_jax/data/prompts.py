@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.template.chat import ChatTemplate
 from lorafusion_jax.data.template.compiled import TemplateProblem
 from lorafusion_jax.data.template.left_out import left_out_key, left_out_message
@@ -41,6 +43,7 @@ def prompt_tokens(
         _check_system(prompt, system, where)
         if not any(isinstance(item, Mapping) for item in prompt):
             return [int(token) for token in prompt]  # type: ignore[arg-type]
+    _check_characters(prompt, system, where)
     template = tokenizer.chat_template
     text_fix, raw_fix = FIXES_OF_REQUESTS if by_request else FIXES
     if isinstance(prompt, str) and (raw or template is None):
@@ -86,6 +89,14 @@ def _check_items(prompt: Sequence[object], where: str) -> None:
         if isinstance(item, bool) or not isinstance(item, kinds[whose]):
             message = f"{where} has {shortened(item)} among its {whose}, at {number}."
             raise DataError("generate.prompt", message, fix="a text, a list of messages, or a list of token ids")
+
+
+def _check_characters(prompt: object, system: str | None, where: str) -> None:
+    """Checks that a prompt can be encoded."""
+    if has_half_character(json.dumps([prompt, system], ensure_ascii=False, default=str)):
+        message = f"{where} has half a character (a lone surrogate)."
+        why, fix = "bytes that are not UTF-8 are read so, and so are parts of emojis", "the text in UTF-8"
+        raise DataError("generate.prompt", message, why=why, fix=fix)
 
 
 def _check_system(prompt: Sequence[Any], system: str | None, where: str) -> None:

@@ -100,7 +100,9 @@ def test_a_conversation_goes_on_until_the_end_of_input(lorafusion, finished, mon
     assert "/adapter NAME" in outcome.out
     assert "law: " in outcome.out
     assert "base: " in outcome.out
+    assert "there is no adapter 'nobody'; adapters: law, med, base" in outcome.out
     assert "generate.too-long" in outcome.out  # of this message only: the conversation goes on
+    assert "fix: /new starts again, or a shorter message" in outcome.out
     assert outcome.out.count("> ") >= 8
 
 
@@ -127,6 +129,25 @@ def test_a_wrong_name_is_answered_with_those_of_the_run(lorafusion, finished):
     outcome = lorafusion("generate", finished[1], "x", "-a", "laww")
     assert "did you mean 'law'?" in outcome.err
     assert ", base" in outcome.err  # behind the run's own
+
+
+@pytest.mark.parametrize("arguments", [["-"], ["-", "--raw"], ["--file", "-"]], ids=str)
+def test_what_is_not_utf8_is_no_fault_of_template_and_tokenizer(lorafusion, finished, monkeypatch, arguments):
+    row = b'{"prompt": "\xff"}'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(row), "utf-8"))
+    outcome = lorafusion("generate", finished[1], *arguments, "-a", "base", *QUICK)
+    assert (outcome.code, outcome.errors) == (2, ["generate.prompt"])
+    assert "fix: the text in UTF-8" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("content", "code"), [(b'\xef\xbb\xbf{"prompt": 5}', "generate.row"), (b"\xff", "data.not-utf8")]
+)
+def test_files_of_prompts_are_read_as_files_of_rows(lorafusion, finished, tmp_path, content, code):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    outcome = lorafusion("generate", finished[1], "--file", tmp_path / "rows.jsonl")
+    assert (outcome.code, outcome.errors) == (2, [code])
+    assert "is not JSON" not in outcome.err  # the mark with which some programs begin a file
 
 
 def test_wrong_rows_are_named(lorafusion, finished, tmp_path):
