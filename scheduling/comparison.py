@@ -31,8 +31,8 @@ class TimelineComparison:
     def __str__(self) -> str:
         predicted_bubble, measured_bubble = (max(pair[side] for pair in self.bubble_shares) for side in (0, 1))
         return (
-            f"measured / predicted {self.wall_ratio:.3f}; bubbles of the worst stage {measured_bubble:.1%} "
-            f"(predicted {predicted_bubble:.1%}); waiting for the host {max(self.host_wait_s) * 1e3:.1f} ms"
+            f"measured / predicted {self.wall_ratio:.3f}; bubbles of the worst stage {100 * measured_bubble:.1f} % "
+            f"(predicted {100 * predicted_bubble:.1f} %); waiting for the host {max(self.host_wait_s) * 1e3:.1f} ms"
         )
 
 

@@ -72,7 +72,7 @@ class Limit:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.share:.1%} of the time: {self.what}; {self.fix}"
+        return f"{100 * self.share:.1f} % of the time: {self.what}; {self.fix}"
 
 
 def plan_statistics(plan: Plan, cost_model: CostModel, *, timeline: Timeline | None = None) -> PlanStatistics:

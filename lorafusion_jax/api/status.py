@@ -178,7 +178,7 @@ def runs_screen(runs: list[dict]) -> Table:
         if "adapters" not in run:
             table.add_row(Path(run["run"]).name, state, *["–"] * 4, *last)
             continue
-        progress = f"{run['slot'] / run['slots']:.0%}" if run["slots"] else "–"
+        progress = f"{100 * run['slot'] / run['slots']:.0f} %" if run["slots"] else "–"
         trains = run["state"] == "running" and run["phase"] is None and run["eta_s"] is not None
         table.add_row(
             Path(run["run"]).name,

@@ -285,7 +285,8 @@ def _reason(ordered: Sequence[Choice]) -> str:
     elif best.fsdp > 1:
         where = f"replicas share the base{form}, and gathering it costs less than a pipeline"
     else:
-        where = f"the base{form} is split over {best.stages} stages, idle {best.bubble_share or 0:.1%} of the time"
+        idle = f"{100 * (best.bubble_share or 0):.1f} %"
+        where = f"the base{form} is split over {best.stages} stages, idle {idle} of the time"
     others = [choice for choice in ordered if choice.mesh != best.mesh and choice.seconds]
     if not others:
         return f"{where}; no other mesh fits" if len({choice.mesh for choice in ordered}) > 1 else where

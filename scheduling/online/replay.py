@@ -111,7 +111,7 @@ def format_figure(name: str, value: float) -> str:
     if name.endswith("_s"):
         return f"{value / 3600:.2f} h" if value >= 3600 else f"{value / 60:.1f} min"
     if name in ("utilisation", "overall_utilisation", "deadlines_met"):
-        return f"{value:.0%}"
+        return f"{100 * value:.0f} %"
     return f"{value:.0f}" if name in ("preemptions", "refusals") else f"{value:.2f}"
 
 
@@ -140,7 +140,7 @@ def completion_svg(results: Sequence[ClusterResult]) -> str:
     ]
     for share in (0, 0.25, 0.5, 0.75, 1):
         parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y(share):.1f}" y2="{y(share):.1f}" stroke="#e3e6ea"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y(share) + 4:.1f}" text-anchor="end">{share:.0%}</text>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y(share) + 4:.1f}" text-anchor="end">{100 * share:.0f} %</text>')
     for seconds, name in TICKS:
         if low <= np.log(seconds) <= high:
             parts.append(f'<text x="{x(seconds):.1f}" y="{floor + 18}" text-anchor="middle">{name}</text>')

@@ -103,14 +103,14 @@ def _table(timeline: Timeline, reference: Timeline | None) -> str:
         ("duration", f"{timeline.duration_s:.4g} s"),
         *([("of the first's duration", _ratio(timeline, reference))] if reference else []),
         ("useful tokens/s without pauses", f"{timeline.tokens_per_s:,.0f}"),
-        ("bubbles", f"{timeline.bubble_share:.1%}"),
+        ("bubbles", f"{100 * timeline.bubble_share:.1f} %"),
         ("fill and drain", f"{timeline.fill_drain_s:.3g} s"),
         *([("pauses between microbatches", f"{paused_s:.3g} s")] if paused_s > 0 else []),
     ]
     tiles = "".join(f"<div class=tile><b>{value}</b><span>{name}</span></div>" for name, value in figures)
     rows = "".join(f"<tr><td>{escape(name)}<td>{seconds:.4g} s" for name, seconds in timeline.finish_s.items())
     stages = "".join(
-        f"<tr><td>stage {stage}<td>{share:.1%}<td>{idle:.1%}"
+        f"<tr><td>stage {stage}<td>{100 * share:.1f} %<td>{100 * idle:.1f} %"
         for stage, (share, idle) in enumerate(zip(timeline.bubble_shares, timeline.idle_share, strict=True))
     )
     return (

@@ -79,7 +79,7 @@ def _height(timeline: Timeline) -> int:
 
 
 def _drawing(timeline: Timeline, window: _Window, colors: dict[str, str], top: int, width: int) -> list[str]:
-    title = f"{timeline.title} · bubbles {timeline.bubble_share:.1%}"
+    title = f"{timeline.title} · bubbles {100 * timeline.bubble_share:.1f} %"
     parts = [f'<text x="{LEFT}" y="{top + 18}" fill="#222">{escape(title)}</text>']
     rows = [(f"stage {stage}", ROW) for stage in range(timeline.num_stages)] + [("host", HOST)] * bool(timeline.host)
     y = top + TOP

@@ -25,7 +25,7 @@ def timeline_text(timeline: Timeline, width: int = 100) -> str:
     legend = "  ".join(f"{letter}={name}" for name, letter in letters.items())
     more = f"  (+{len(names) - len(letters)} more, drawn as ?)" if len(names) > len(letters) else ""
     scale = f"    0 s{f'{timeline.duration_s:.3g} s':>{max(1, columns - 3)}}"
-    summary = f"    bubbles {timeline.bubble_share:.1%} · fill and drain {timeline.fill_drain_s:.3g} s"
+    summary = f"    bubbles {100 * timeline.bubble_share:.1f} % · fill and drain {timeline.fill_drain_s:.3g} s"
     return "\n".join([*lines, scale, f"    {legend}{more}  {IDLE}=idle", summary])
 
 

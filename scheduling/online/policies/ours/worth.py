@@ -198,7 +198,7 @@ class Appraiser:
         before = sum(current.tokens_per_s for group in instead_of if (current := self.current_rate(group)))
         gain, memory = rate.tokens_per_s - before, self.rates.memory_gib(self.jobs(members), kind, rate.mesh)
         return (
-            f"{rate.tokens_per_s:,.0f} tokens/s ({gain:+,.0f}), {rate.density:.0%} full, "
+            f"{rate.tokens_per_s:,.0f} tokens/s ({gain:+,.0f}), {100 * rate.density:.0f} % full, "
             f"slowdowns up to {max(rate.slowdowns):.2f}, {memory or 0.0:.0f} of {kind[1]:.0f} GiB"
         )
 
