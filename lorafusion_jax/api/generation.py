@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lorafusion_jax.api.runs import Run
 from lorafusion_jax.api.shown import Shown
+from lorafusion_jax.errors import ConfigError, DataError, did_you_mean
+from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import find_source
 from lorafusion_jax.machine import prepare_machine
@@ -35,7 +40,15 @@ class Texts(Shown, Sequence["Generated"]):
         return self.texts[index]
 
     def of(self, adapter: str) -> list[str]:
-        """The texts of one adapter, in order of the prompts."""
+        """The texts of one adapter, in order of the prompts.
+
+        Raises:
+            ConfigError: `generate.unknown-adapter`, none of the texts is its.
+        """
+        if self.texts and adapter not in (names := dict.fromkeys(text.adapter for text in self.texts)):
+            near, fix = did_you_mean(adapter, names), f"one of: {', '.join(names)}"
+            message = f"no text is of the adapter {adapter!r}{f'; {near}' if near else '.'}"
+            raise ConfigError("generate.unknown-adapter", message, fix=fix)
         return [text.text for text in self.texts if text.adapter == adapter]
 
     def _show(self, console: Console) -> None:
@@ -79,6 +92,8 @@ def generate(
     Raises:
         LoraFusionError: the errors of `lorafusion generate`.
     """
+    _read_sampling(sampling, samples)  # before the model is loaded
+    prompts = _listed(prompts)
     generator = open_generator(
         source, adapters=adapters, base=base, dtype=dtype, quantize=quantize, step=step, best=best
     )
@@ -119,7 +134,9 @@ class OpenGenerator:
         from lorafusion_jax.generation.text import rows_for
 
         names = (adapters,) if isinstance(adapters, str) else tuple(adapters)
-        rows = rows_for(_listed(prompts), names or self.model.asked, Sampling(**sampling), samples)
+        rows = rows_for(_listed(prompts), names or self.model.asked, _read_sampling(sampling, samples), samples)
+        if not rows:
+            return Texts(())
         if unread := self.model.unread_keys(rows):
             warnings.warn(f"{', '.join(map(repr, unread))} of messages are not in the chat template", stacklevel=2)
         return Texts(tuple(self.model(rows, raw=raw, system=system, on_text=on_text)))
@@ -146,7 +163,41 @@ def open_generator(
 
 
 def _listed(prompts: Prompts) -> Sequence[Any]:
-    """Several prompts; a text, one conversation or the tokens of one prompt is a single one."""
+    """Several prompts; a text, one conversation or the tokens of one prompt is a single one.
+
+    Raises:
+        DataError: `generate.prompt`.
+    """
     if isinstance(prompts, str):
         return [prompts]
-    return [prompts] if prompts and isinstance(prompts[0], Mapping | int) else list(prompts)
+    listed = _items(prompts, "prompts")
+    if listed and isinstance(listed[0], Mapping | int | np.integer):
+        return [listed]
+    return [
+        prompt if isinstance(prompt, str) else _items(prompt, f"prompt {number}")
+        for number, prompt in enumerate(listed, 1)
+    ]
+
+
+def _items(value: Any, where: str) -> list[Any]:
+    if isinstance(value, bytes | Mapping) or not isinstance(value, Iterable):
+        message = f"{where} cannot be {shortened(value)}."
+        raise DataError("generate.prompt", message, fix="a text, or a list of texts, of messages or of token ids")
+    return list(value)
+
+
+def _read_sampling(settings: Mapping[str, Any], samples: int) -> Sampling:
+    """The settings of a call by name.
+
+    Raises:
+        ConfigError: `generate.setting`.
+    """
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        message = f"samples must be a whole number from 1, not {samples!r}."
+        raise ConfigError("generate.setting", message, where="samples")
+    names = [field.name for field in fields(Sampling)]
+    if unknown := [name for name in settings if name not in names]:
+        near = did_you_mean(unknown[0], [*inspect.signature(OpenGenerator.generate).parameters, *names])
+        message = f"generate has no argument {unknown[0]!r}{f'; {near}' if near else '.'}"
+        raise ConfigError("generate.setting", message, where=unknown[0], fix=f"one of: {', '.join(names)}")
+    return Sampling(**settings)

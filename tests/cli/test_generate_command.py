@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
 import lorafusion_jax as lf
+from lorafusion_jax.api.generation import OpenGenerator
 from lorafusion_jax.config.chat_templates import NAMED
 from lorafusion_jax.data.tokenizer import load_tokenizer, with_template
 from lorafusion_jax.generation.sampling import Sampling
@@ -54,7 +57,8 @@ def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_p
     assert texts.of("again") == texts.of("copied law")
     by_adapter = {answer["adapter"]: answer["text"] for answer in answers if answer["prompt"] == "cat dog"}
     assert texts.of("copied law")[0] == by_adapter["law"]
-    assert texts.of("law") == []
+    with pytest.raises(lf.LoraFusionError, match="no text is of the adapter 'law'"):
+        texts.of("law")
     assert [text.adapter for text in texts[:3]] == ["base", "again", "copied law"]
     assert "cat dog" in str(texts)
     stop = texts.of("base")[0].strip()[:2]  # all calls have nine rows, whose programs are one
@@ -84,6 +88,29 @@ def test_prompts_are_written_with_the_template_of_the_adapter(finished, tmp_path
     encoded = opened.generate(tokenizer.encode(written), max_tokens=4)
     assert asked.of("framed") == encoded.of("plain") == encoded.of("framed")
     assert asked.of("framed") != asked.of("plain")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "code", "said"),
+    [
+        ("oak", {"adapter": "law"}, "generate.setting", "has no argument 'adapter'; did you mean 'adapters'?"),
+        ("oak", {"max_new_tokens": 4}, "generate.setting", "did you mean 'max_tokens'?"),
+        ("oak", {"samples": 0}, "generate.setting", "samples must be a whole number from 1"),
+        (None, {}, "generate.prompt", "prompts cannot be None"),
+        (b"oak", {}, "generate.prompt", "prompts cannot be b'oak'"),
+        ({"role": "user", "content": "oak"}, {}, "generate.prompt", "a list of texts, of messages"),
+        (["oak", 5], {}, "generate.prompt", "prompt 2 cannot be 5"),
+    ],
+)
+def test_wrong_arguments_of_python_are_named_before_the_model_is_read(prompts, options, code, said):
+    with pytest.raises(lf.LoraFusionError, match=re.escape(said)) as caught:
+        lf.generate("nowhere", prompts, **options)
+    assert caught.value.code == code
+
+
+def test_no_prompts_have_no_texts():
+    model = SimpleNamespace(asked=("base",))
+    assert len(OpenGenerator(model).generate([])) == 0  # type: ignore[arg-type]
 
 
 def test_samples_of_a_prompt_stand_together():
