@@ -13,17 +13,15 @@ from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import cache
 from lorafusion_jax.data.chosen_rows import ChosenRows, choose_rows
 from lorafusion_jax.data.fit_length import MOST_LOST, Fit, fit_length
-from lorafusion_jax.data.formats import Layout, detect_layout
+from lorafusion_jax.data.formats import FORMAT, LABELS, Layout, detect_layout, parse_token_rows, unended_rows
 from lorafusion_jax.data.join_sets import SetBuilder, join_reports
 from lorafusion_jax.data.messages import ROLES, BadRow
-from lorafusion_jax.data.other_rows import refuse_other_rows
 from lorafusion_jax.data.render import EncodedRows, encode_examples, joined_note
 from lorafusion_jax.data.row_parsers import PARSERS, Chat, Example, Pair, Text
 from lorafusion_jax.data.rows import RawSource, Rows, RowsError, typed_row
 from lorafusion_jax.data.segments import code_of
 from lorafusion_jax.data.sources import open_source, row_blocks
-from lorafusion_jax.data.token_rows import FORMAT, LABELS, parse_token_rows, unended_rows
-from lorafusion_jax.data.tokenized_segments import tokenize_segments
+from lorafusion_jax.data.tokenized_segments import refuse_other_rows, tokenize_segments
 from lorafusion_jax.data.tokenized_set import DataReport, Fields, TokenizedSet, quantiles
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import DataError, ErrorList, LoraFusionError, raise_all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,16 +13,33 @@ import numpy as np
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data.fit_length import fit_length
 from lorafusion_jax.data.messages import checked_text, parse_messages
-from lorafusion_jax.data.other_rows import refuse_media
 from lorafusion_jax.data.render import AFTER_PROMPT, encode_examples, joined_note
 from lorafusion_jax.data.row_parsers import Chat, Example, Pair, Text
-from lorafusion_jax.data.rows import RawSource, Rows
+from lorafusion_jax.data.rows import RawSource, Rows, typed_row
 from lorafusion_jax.data.segments import RowSample, columns_of, read_samples
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet, quantiles
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
-from lorafusion_jax.objective.protocol import Chosen, Segment
+from lorafusion_jax.objective.protocol import CellType, Chosen, Segment
 
+MEDIA = tuple((f"{kind}{s}", f"<{kind}>") for kind in ("image", "video", "audio") for s in ("s", ""))
+LABEL: Mapping[str, CellType] = {"label": "flag"}
+PROMPTS = ("prompt", "messages", "conversations", "instruction", "question")
+# columns of the rows → what they hold, an objective for them, and a way to train them with sft after all
+KINDS = (
+    (
+        ("chosen", "rejected"),
+        "chosen and rejected answers",
+        "dpo",
+        "data.columns: {prompt: PROMPT, completion: chosen}",
+    ),
+    *(
+        ((column, "label"), "answers that are labelled good or bad", "kto", f"data.format: {format}")
+        for column, format in (("completion", "prompt"), ("messages", "messages"), ("conversations", "conversations"))
+    ),
+    (("completion", "advantage"), "sampled answers with their advantage", "grpo", "data.format: prompt"),
+    (("completion", "advantages"), "sampled answers with their advantages", "grpo", "data.format: prompt"),
+)
 PROMPT, PROMPT_LIKE = "prompt", ("question", "instruction", "query", "input")
 
 
@@ -303,3 +321,55 @@ def _none_left(rows: Rows, adapter: str, settings: DataSettings, positions: int 
         if positions is None or settings.max_length < positions
         else f"shorter texts: the model has {positions} positions",
     )
+
+
+def refuse_other_rows(rows: Rows, settings: DataSettings, adapter: str, objective: str) -> None:
+    """Checks that rows with the columns of another objective are not read as plain examples by mistake.
+
+    Args:
+        objective: the adapter's.
+
+    Raises:
+        DataError: `data.other-objective`. A format or columns in the job file say that it is no mistake.
+    """
+    refuse_media(rows, adapter)
+    if settings.format != "auto" or settings.columns:
+        return
+    present = {key for row in rows.values for key in row}
+    for columns, content, row_objective, otherwise in KINDS:
+        if present.issuperset(columns) and (row_objective != "kto" or _are_labels(rows)):
+            prompt = next((name for name in PROMPTS if name in present), PROMPTS[0])
+            plain = otherwise.replace("PROMPT", prompt)
+            raise DataError(
+                "data.other-objective",
+                f"{adapter}: its rows hold {content}, and its objective is {objective}.",
+                where=rows.source,
+                why=f"their columns are {', '.join(sorted(present))}; {objective} would ignore "
+                f"{' and '.join(columns[-1:])}",
+                fix=f"objective: {{name: {row_objective}}}   or, to train with {objective}, {plain}",
+            )
+
+
+def refuse_media(rows: Rows, adapter: str) -> None:
+    """Checks that no text stands for an image or a sound that would be left out.
+
+    Raises:
+        DataError: `data.media`.
+    """
+    bad = [
+        (number, f"it has {name!r} and a text with {sign}")
+        for number, row in enumerate(rows.values)
+        for name, sign in MEDIA
+        if row.get(name) and sign in json.dumps({**row, name: None}, default=lambda value: None)
+    ]
+    if bad:
+        message = f"{adapter}: {len(bad)} of {len(rows.values)} rows hold images, videos or sounds."
+        raise rows.refuse("data.media", message, bad, fix="rows of texts alone: only texts are trained here")
+
+
+def _are_labels(rows: Rows) -> bool:
+    try:
+        labels = [typed_row({"label": row.get("label")}, LABEL if rows.untyped else {}) for row in rows.values]
+    except ValueError:
+        return False
+    return all(row.get("label") in (True, False) for row in labels)

@@ -29,12 +29,18 @@ from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import names_in_file
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.families.unread import is_ignored
-from lorafusion_jax.models.cached_kernels import read_cached
 from lorafusion_jax.models.checkpoint import Stored, list_tensors, plain_index, read_slice
 from lorafusion_jax.models.decoder import Decoder
 from lorafusion_jax.models.expert_files import Part, as_stored, read_parts
 from lorafusion_jax.models.naming import Tensor, frozen_tensors
-from lorafusion_jax.models.quantised_kernels import ShardingRule, on_host, read_kernel, tensors_of, transposed_sharding
+from lorafusion_jax.models.quantised_kernels import (
+    ShardingRule,
+    on_host,
+    read_cached,
+    read_kernel,
+    tensors_of,
+    transposed_sharding,
+)
 from lorafusion_jax.weights.checkpoint_formats import FLOATS, FORMATS, CheckpointFormat, TensorSpec, check_stored_as
 from lorafusion_jax.weights.entry import Entry
 from lorafusion_jax.weights.table import NONE, StoredKernel, StoredKind, check_kernels, stored_kind

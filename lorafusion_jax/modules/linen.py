@@ -32,12 +32,11 @@ from lorafusion_jax.modules.linen_layers import (
     frozen_multiply,
     has_stored_weight,
 )
-from lorafusion_jax.modules.linen_report import report_ran
 from lorafusion_jax.modules.lora_product import Leaves, expert_products, lora_product
 from lorafusion_jax.modules.match import EXPERTS, name_matches, unknown_names
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Result
-from lorafusion_jax.modules.report import LoRAReport
+from lorafusion_jax.modules.report import LoRAReport, report_ran
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.storing import check_mesh, store
 from lorafusion_jax.modules.unmatched import all_excluded, describe_left_out, unknown_target

@@ -14,9 +14,9 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.model import ModelConfig
+from lorafusion_jax.planning.checks import tensor_problems
 from lorafusion_jax.planning.network import Network
 from lorafusion_jax.planning.prediction import adapter_tokens, memory_of, predicted_costs, predicted_memory
-from lorafusion_jax.planning.tensor import tensor_problems
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.planning.turns import turns
 from lorafusion_jax.weights.table import NONE

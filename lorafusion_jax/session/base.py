@@ -27,6 +27,7 @@ from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.objective.batch import check_loss
 from lorafusion_jax.peft.folder import check_folder_of
 from lorafusion_jax.planning.blocks import block_layers
+from lorafusion_jax.planning.checks import tensor_problems
 from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,
     MemoryProblem,
@@ -37,7 +38,6 @@ from lorafusion_jax.planning.memory import (
     stage_memory,
 )
 from lorafusion_jax.planning.stages import stage_layers
-from lorafusion_jax.planning.tensor import tensor_problems
 from lorafusion_jax.session.base_cache import BaseFiles, CachedBase, open_cache
 from lorafusion_jax.session.distant_stage import AnyStage, DistantStage, local_stages
 from lorafusion_jax.session.executor import Executor

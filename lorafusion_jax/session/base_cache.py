@@ -15,9 +15,9 @@ from lorafusion_jax.checkpoint.base_model import base_identity
 from lorafusion_jax.checkpoint.weight_cache import entry_folder, make_room, open_entry, store_entry
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.models import FrozenReader
-from lorafusion_jax.models.cached_kernels import host_copy, program_digest
 from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.models.naming import Tensor
+from lorafusion_jax.models.quantised_kernels import host_copy, program_digest
 from lorafusion_jax.report.events import CacheSkipped, FilesDamaged, RunEvent
 from lorafusion_jax.session.processes import any_process
 from lorafusion_jax.weights.entry import DamagedEntry, Place, array_name, entry_places

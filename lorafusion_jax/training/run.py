@@ -32,7 +32,7 @@ from lorafusion_jax.session.processes import any_process, barrier, is_first
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.signals import deferred_stop
 from lorafusion_jax.training.changes import recorded_changes, stopped_otherwise
-from lorafusion_jax.training.evaluations import Evaluations
+from lorafusion_jax.training.evaluations import Evaluations, Scores
 from lorafusion_jax.training.exports import AdapterWriter, BackgroundQueue, ExportQueue
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
@@ -47,7 +47,6 @@ from lorafusion_jax.training.references import (
 from lorafusion_jax.training.revisions import Revisions
 from lorafusion_jax.training.rollouts import Rollouts
 from lorafusion_jax.training.saver import Saver
-from lorafusion_jax.training.scores import Scores
 from lorafusion_jax.training.state import Progress, RunResult, stop_event
 from lorafusion_jax.training.text_samples import LiveGenerator
 

@@ -24,8 +24,8 @@ from lorafusion_jax.errors import ConfigError, ErrorList
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.objective.loss import token_losses
+from lorafusion_jax.planning.checks import tensor_problems
 from lorafusion_jax.planning.memory import MemoryProblem, kept_per_layer, stage_memory
-from lorafusion_jax.planning.tensor import tensor_problems
 from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.session.parts import Parts
 from lorafusion_jax.session.programs import StagePrograms

@@ -19,9 +19,8 @@ from lorafusion_jax.planning.memory.peak import (
     stage_memory,
 )
 from lorafusion_jax.planning.memory.problem import MemoryProblem, memory_problem
-from lorafusion_jax.planning.memory.saved import kept_per_layer
 from lorafusion_jax.planning.memory.stored import kernel_bytes, layer_bytes, trainable_parameters
-from lorafusion_jax.planning.memory.working import working_memory
+from lorafusion_jax.planning.memory.working import kept_per_layer, working_memory
 
 __all__ = [
     "ALLOCATOR_USABLE",

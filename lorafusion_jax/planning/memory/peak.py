@@ -10,9 +10,8 @@ from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.optim.table import optimizer
 from lorafusion_jax.planning.memory.problem import FLOAT32, MemoryProblem
-from lorafusion_jax.planning.memory.saved import kept_per_layer
 from lorafusion_jax.planning.memory.stored import adapter_bytes, constant_bytes, frozen_bytes
-from lorafusion_jax.planning.memory.working import working_memory
+from lorafusion_jax.planning.memory.working import kept_per_layer, working_memory
 
 # Memory of devices, and the share of it that a run may use.
 

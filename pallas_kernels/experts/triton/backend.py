@@ -19,10 +19,9 @@ from pallas_kernels.device import interprets, target_platform, wide_integers
 from pallas_kernels.experts.fp8 import Fp8Experts, Kernels
 from pallas_kernels.experts.rows import ExpertRows
 from pallas_kernels.experts.triton import fp8
-from pallas_kernels.experts.triton.blocks import Blocks, fastest_blocks
-from pallas_kernels.experts.triton.low_rank import add_low_rank, is_inside
+from pallas_kernels.experts.triton.blocks import Blocks, add_low_rank, fastest_blocks, is_inside
 from pallas_kernels.sizes import power_of_two, row_block
-from pallas_kernels.triton_call import call, dot
+from pallas_kernels.triton_call import call, dot, has_dot_8bit
 
 MAX_RANK = 64
 _LEAST = 16  # rows and columns of a product of Triton
@@ -42,7 +41,7 @@ def unsupported_reason(x: jax.Array, w: Kernels, experts: int, rank: int) -> str
         return f"kernels of {num_in} x {num_out}: it needs multiples of 32"
     if rank > MAX_RANK:
         return f"rank {rank}: it takes up to {MAX_RANK}"
-    if isinstance(w, Fp8Experts) and x.dtype == jnp.float16 and not fp8.multiplies():
+    if isinstance(w, Fp8Experts) and x.dtype == jnp.float16 and not has_dot_8bit():
         return "x is float16, which does not hold the values of 8-bit floats with their scales"
     return None
 
@@ -97,7 +96,7 @@ def _gemm(
 ) -> jax.Array:  # fmt: skip
     """lhs W[e] + low bank[p, e], or with both transposed."""
     if isinstance(w, Fp8Experts):
-        if fp8.multiplies():
+        if has_dot_8bit():
             return fp8.gemm(lhs, w, rows, experts, low, cut, transposed=transposed)
         lhs, w = fp8.widened(lhs, w, rows, transposed=transposed)
     num_in, num_out = w.shape[0] // experts, w.shape[1]

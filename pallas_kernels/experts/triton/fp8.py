@@ -16,15 +16,9 @@ from jax import lax
 from pallas_kernels.device import interprets
 from pallas_kernels.experts.fp8 import Fp8Experts
 from pallas_kernels.experts.rows import ExpertRows
-from pallas_kernels.experts.triton.blocks import FP8_CUTS, Blocks, fastest_blocks
-from pallas_kernels.experts.triton.low_rank import add_low_rank
+from pallas_kernels.experts.triton.blocks import FP8_CUTS, Blocks, add_low_rank, fastest_blocks
 from pallas_kernels.sizes import row_block
-from pallas_kernels.triton_call import call, dot_8bit, has_dot_8bit
-
-
-def multiplies() -> bool:
-    """Whether there are products of 8-bit floats: on sm_89 and newer, and where the kernels are interpreted."""
-    return has_dot_8bit()
+from pallas_kernels.triton_call import call, dot_8bit
 
 
 def widened(lhs: jax.Array, w: Fp8Experts, rows: ExpertRows, *, transposed: bool) -> tuple[jax.Array, jax.Array]:
