@@ -18,21 +18,21 @@ from email.policy import HTTP
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse
 from sqlalchemy import Connection, select
 from starlette.concurrency import run_in_threadpool
 
 from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.digests import digest_of
-from lorafusion_jax.serve.api.access import JobsWrite, Service, ServiceOf, ask_child
+from lorafusion_jax.serve.api.access import JobsWrite, Service, ServiceOf, ask_child, needs
 from lorafusion_jax.serve.api.datasets import keep
 from lorafusion_jax.serve.api.jobs import find_problems
 from lorafusion_jax.serve.control.spec import JobSpec
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.keys import Owner
 
-router = APIRouter(tags=["mlora"])
+router = APIRouter(tags=["mlora"], dependencies=[Depends(needs("jobs:write"))])
 UPLOADS = ("/data", "/prompt")
 UPLOAD_S = 60.0
 MOST_BYTES = 64 << 20  # of an uploaded file, which is read into memory
@@ -63,58 +63,50 @@ def _say(text: str) -> Message:
 
 
 @router.get("/data")
-def list_data(service: ServiceOf, owner: JobsWrite) -> list[dict[str, str]]:
+def list_data(service: ServiceOf) -> list[dict[str, str]]:
     """Uploaded files."""
-    del owner
     return _files(service, "data")
 
 
 @router.get("/prompt")
-def list_prompts(service: ServiceOf, owner: JobsWrite) -> list[dict[str, str]]:
+def list_prompts(service: ServiceOf) -> list[dict[str, str]]:
     """Uploaded templates."""
-    del owner
     return _files(service, "prompt")
 
 
 @router.post("/data")
-async def add_data(name: Name, request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
+async def add_data(name: Name, request: Request, service: ServiceOf) -> Message:
     """Uploads rows as the file `data_file` of a form: JSON, or YAML."""
-    del owner
     return await _upload(service, request, "data", name)
 
 
 @router.post("/prompt")
-async def add_prompt(name: Name, request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
+async def add_prompt(name: Name, request: Request, service: ServiceOf) -> Message:
     """Uploads a template as the file `data_file` of a form: YAML with the key `template`."""
-    del owner
     return await _upload(service, request, "prompt", name)
 
 
 @router.delete("/data")
-def delete_data(name: Name, service: ServiceOf, owner: JobsWrite) -> Message:
+def delete_data(name: Name, service: ServiceOf) -> Message:
     """Forgets a file."""
-    del owner
     return _delete_file(service, "data", name)
 
 
 @router.delete("/prompt")
-def delete_prompt(name: Name, service: ServiceOf, owner: JobsWrite) -> Message:
+def delete_prompt(name: Name, service: ServiceOf) -> Message:
     """Forgets a template."""
-    del owner
     return _delete_file(service, "prompt", name)
 
 
 @router.get("/dataset")
-def list_datasets(service: ServiceOf, owner: JobsWrite) -> list[str]:
+def list_datasets(service: ServiceOf) -> list[str]:
     """Pairs of a file and a template, each as JSON."""
-    del owner
     return [json.dumps(value) for value in _entries(service, "dataset")]
 
 
 @router.post("/dataset")
-async def add_dataset(request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
+async def add_dataset(request: Request, service: ServiceOf) -> Message:
     """Joins a file and a template."""
-    del owner
     fields = await _json(request, "name", "data_name", "prompt_name", "prompt_type", "preprocess")
 
     def add(connection: Connection) -> Message:
@@ -133,9 +125,8 @@ async def add_dataset(request: Request, service: ServiceOf, owner: JobsWrite) ->
 
 
 @router.delete("/dataset")
-def delete_dataset(name: Name, service: ServiceOf, owner: JobsWrite) -> Message:
+def delete_dataset(name: Name, service: ServiceOf) -> Message:
     """Forgets a pair."""
-    del owner
     return _change(service, lambda connection: _delete(connection, "dataset", name, "the dataset not exist"))
 
 
@@ -155,9 +146,8 @@ async def show_first_row(name: Name, service: ServiceOf, owner: JobsWrite) -> di
 
 
 @router.get("/adapter")
-def list_adapters(service: ServiceOf, owner: JobsWrite) -> list[str]:
+def list_adapters(service: ServiceOf) -> list[str]:
     """Settings of adapters with the states of their tasks, each as JSON."""
-    del owner
     states = {task["adapter"]: task for task in _tasks(service)}
     return [
         json.dumps(adapter | {"state": task["state"] if task else "UNK", "task": task["name"] if task else "NO"})
@@ -167,9 +157,8 @@ def list_adapters(service: ServiceOf, owner: JobsWrite) -> list[str]:
 
 
 @router.post("/adapter")
-async def add_adapter(request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
+async def add_adapter(request: Request, service: ServiceOf) -> Message:
     """Adds the settings of an adapter."""
-    del owner
     fields = await _json(request, "name", "type", "r", "alpha", "target_modules", "optimizer", "lr")
 
     def add(connection: Connection) -> Message:
@@ -182,18 +171,16 @@ async def add_adapter(request: Request, service: ServiceOf, owner: JobsWrite) ->
 
 
 @router.delete("/adapter")
-def delete_adapter(name: Name, service: ServiceOf, owner: JobsWrite) -> Message:
+def delete_adapter(name: Name, service: ServiceOf) -> Message:
     """Forgets the settings of an adapter that nothing trains."""
-    del owner
     if any(task["adapter"] == name and task["state"] != "DONE" for task in _tasks(service)):
         return _say("adapter with a task, cannot be delete.")
     return _change(service, lambda connection: _delete(connection, "adapter", name, "the adapter not exist"))
 
 
 @router.get("/task")
-def list_tasks(service: ServiceOf, owner: JobsWrite) -> list[str]:
+def list_tasks(service: ServiceOf) -> list[str]:
     """Tasks with their states: UNK, a percentage, DONE, FAILED, TERMINATING or TERMINATED; each as JSON."""
-    del owner
     return [json.dumps(task) for task in _tasks(service)]
 
 
@@ -229,9 +216,8 @@ def end_task(name: Name, service: ServiceOf, owner: JobsWrite) -> Message:
 
 
 @router.get("/dispatcher")
-def show_dispatcher(service: ServiceOf, owner: JobsWrite) -> dict[str, Any]:
+def show_dispatcher(service: ServiceOf) -> dict[str, Any]:
     """What runs and what waits."""
-    del owner
     tasks = _tasks(service)
     names = [task["name"] for task in tasks if task["state"].endswith("%")]
     return {"running": names, "ready": [task["name"] for task in tasks if task["state"] == "UNK"]}
