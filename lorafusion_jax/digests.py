@@ -2,12 +2,15 @@
 
 The format is that of sha256sum, so `sha256sum -c SHA256SUMS` checks a folder without this package. The last line is a
 comment with the digest of the lines above it.
+
+Large files are sampled instead: enough to notice another, a truncated or an exchanged file, in little time. Every
+stretch of `SPACING` bytes of an array has one block of `BLOCK` bytes, so every array has at least one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.readable import RECORD, open_regular, read_bytes
 
+BLOCK, SPACING = 16 * 1024, 64 * 10**6  # bytes of a sample; bytes of an array per sample
 FILE = "SHA256SUMS"
 THREADS = 8  # hashlib releases the GIL
 _SEAL = "# sha256 of the lines above: "
@@ -142,3 +146,19 @@ def _reason(problem: Exception) -> str:
     if isinstance(problem, UnicodeDecodeError):
         return "it is not text"
     return getattr(problem, "strerror", None) or str(problem)
+
+
+def sample_offsets(name: str, start: int, stop: int) -> Iterator[int]:
+    """Yields the offsets of the samples of an array: pseudorandom within each stretch, the same in every process.
+
+    >>> list(sample_offsets("short", 0, BLOCK)), len(list(sample_offsets("long", 0, 3 * SPACING)))
+    ([0], 3)
+
+    Args:
+        name: of the array; draws the offsets.
+        start, stop: its byte range.
+    """
+    for first in range(start, stop, SPACING):
+        free = max(min(first + SPACING, stop) - first - BLOCK, 0)
+        draw = int.from_bytes(hashlib.sha256(f"{name} {first}".encode()).digest()[:8], "little")
+        yield first + draw % (free + 1)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax")
 TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room imports lower floors only
     {"errors", "layout", "readable"},
-    {"files", "log_file", "plugins", "samples", "sealed_programs", "signals", "tensor_file"},
+    {"files", "log_file", "plugins", "sealed_programs", "signals", "tensor_file"},
     {"digests", "examples"},
     {"new_folder"},
     {"adapters", "tuning_table", "weights"},

@@ -15,10 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.digests import THREADS, digest_of
+from lorafusion_jax.digests import BLOCK, THREADS, digest_of, sample_offsets
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.readable import open_regular
-from lorafusion_jax.samples import BLOCK, sample_offsets
 
 WHOLE_BYTES = 4 * 10**9
 PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from lorafusion_jax.digests import BLOCK, sample_offsets
 from lorafusion_jax.files import replace_text
-from lorafusion_jax.samples import BLOCK, sample_offsets
 from lorafusion_jax.weights.table import ArraySpec, StoredKernel
 
 WEIGHTS, INDEX = "weights.bin", "index.json"

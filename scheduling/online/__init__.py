@@ -10,9 +10,6 @@ True
 from scheduling.online.check import CheckedPolicy as CheckedPolicy
 from scheduling.online.check import Refusal as Refusal
 from scheduling.online.check import check_decisions as check_decisions
-from scheduling.online.cluster import POLICIES as POLICIES
-from scheduling.online.cluster import make_policy as make_policy
-from scheduling.online.cluster import simulate_cluster as simulate_cluster
 from scheduling.online.costs import ChangeCosts as ChangeCosts
 from scheduling.online.facts import Facts as Facts
 from scheduling.online.facts import ShapeFacts as ShapeFacts
@@ -26,6 +23,9 @@ from scheduling.online.shapes import SHAPES as SHAPES
 from scheduling.online.shapes import ModelShape as ModelShape
 from scheduling.online.sharing import GroupRate as GroupRate
 from scheduling.online.sharing import Mesh as Mesh
+from scheduling.online.simulator import POLICIES as POLICIES
+from scheduling.online.simulator import make_policy as make_policy
+from scheduling.online.simulator import simulate_cluster as simulate_cluster
 from scheduling.online.state import ClusterState as ClusterState
 from scheduling.online.state import Decision as Decision
 from scheduling.online.state import GroupState as GroupState

@@ -22,9 +22,9 @@ from lorafusion_jax.serve.store.jobs import Job as Row
 from lorafusion_jax.serve.store.keys import Limits
 from scheduling.errors import PlanError
 from scheduling.online import Decision, GroupState, Job, LiveCluster, Mesh, ModelShape, Policy, Rates, User, Worker
-from scheduling.online.cluster import make_policy
 from scheduling.online.costs import rank_class
 from scheduling.online.shapes import LINEARS
+from scheduling.online.simulator import make_policy
 
 TICK_S = 180.0  # between two decisions while jobs wait and nothing happens
 RETRY_S = 1.0  # after a decision that was refused
