@@ -31,7 +31,7 @@ from lorafusion_jax.checkpoint import run_record
 from lorafusion_jax.checkpoint.begun_folder import PLAN, START, read_start
 from lorafusion_jax.checkpoint.run_lock import held_by, run_lock
 from lorafusion_jax.checkpoint.saved_states import slots_of
-from lorafusion_jax.config.resolved import dump_config, read_resolved
+from lorafusion_jax.config.load import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.digests import Damage, find_damage, has_digests

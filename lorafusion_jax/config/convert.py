@@ -15,7 +15,8 @@ from lorafusion_jax.config.auto import AUTO, CAPACITY
 from lorafusion_jax.config.chat_templates import NAMED, is_template
 from lorafusion_jax.config.other_defaults import ALL_OF_MESSAGES, FACTORS, program_of, target_of
 from lorafusion_jax.config.other_programs import ALWAYS_PACKED, counterpart
-from lorafusion_jax.config.schema import HELD_OUT_LOSS, BatchSettings
+from lorafusion_jax.config.run_sections import HELD_OUT_LOSS
+from lorafusion_jax.config.schema import BatchSettings
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.layout.layer import PATHS

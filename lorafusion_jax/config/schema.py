@@ -12,7 +12,6 @@ from pydantic import BaseModel, Field, field_validator
 from lorafusion_jax.config.adapter_sections import DataSettings, LoraSettings, ObjectiveSettings, OptimSettings
 from lorafusion_jax.config.rollout_section import EvalSettings, RolloutSettings
 from lorafusion_jax.config.run_sections import (
-    HELD_OUT_LOSS,
     BaseSettings,
     BatchSettings,
     EarlyStopSettings,
@@ -24,29 +23,6 @@ from lorafusion_jax.config.run_sections import (
     TrainSettings,
 )
 from lorafusion_jax.config.values import Count, Flag, Positive, Section, Whole
-
-__all__ = [
-    "ADAPTER_NAME",
-    "HELD_OUT_LOSS",
-    "AdapterConfig",
-    "BaseSettings",
-    "BatchSettings",
-    "DataSettings",
-    "EarlyStopSettings",
-    "EvalSettings",
-    "Extension",
-    "HalvingSettings",
-    "HandoverSettings",
-    "JobConfig",
-    "LoraSettings",
-    "MeshSettings",
-    "ObjectiveSettings",
-    "OptimSettings",
-    "ReportSettings",
-    "RolloutSettings",
-    "SaveSettings",
-    "TrainSettings",
-]
 
 # Safe as a folder name on every system. `=` has an error of its own, see `job_checks`.
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"

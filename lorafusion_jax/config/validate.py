@@ -23,6 +23,7 @@ from lorafusion_jax.config.job_checks import (
 )
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
+from lorafusion_jax.config.run_sections import HELD_OUT_LOSS
 from lorafusion_jax.config.schema import DEFAULTS, SHARED, SINGLE_DEFAULTS
 from lorafusion_jax.config.sweep import expand_batch, expand_section
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean
@@ -170,7 +171,7 @@ def metrics_of(adapter: schema.AdapterConfig) -> list[str]:
     """Names of the metrics that an evaluation of an adapter has."""
     metrics = adapter.objective.chosen.objective.metrics
     of_objective = [REWARD] if adapter.rollout.is_on else [f"eval_{name}" for name in metrics]
-    return [schema.HELD_OUT_LOSS, *of_objective, *([] if adapter.eval.score is None else [SCORE])]
+    return [HELD_OUT_LOSS, *of_objective, *([] if adapter.eval.score is None else [SCORE])]
 
 
 def _selection_errors(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lorafusion_jax.config.rollout_section import Reward
-from lorafusion_jax.config.schema import HELD_OUT_LOSS
+from lorafusion_jax.config.run_sections import HELD_OUT_LOSS
 from lorafusion_jax.config.validate import REWARD, SCORE
 from lorafusion_jax.data.prepare import tokenizer_of
 from lorafusion_jax.data.rollouts import PromptRow

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lorafusion_jax.checkpoint.new_run import SHOWN, differences, flat_settings
 from lorafusion_jax.config.explain import new_name
-from lorafusion_jax.config.resolved import override_resolved
+from lorafusion_jax.config.load import override_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import ConfigError, first_few, raise_all

@@ -13,10 +13,9 @@ from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config import dump_config, load_config, sweep
 from lorafusion_jax.config.job_checks import ineffective
-from lorafusion_jax.config.load import parse_config
+from lorafusion_jax.config.load import parse_config, read_resolved
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import Source, read_source
-from lorafusion_jax.config.resolved import read_resolved
 from lorafusion_jax.config.schema import DEFAULTS, SHARED, SINGLE_DEFAULTS
 from lorafusion_jax.errors import ConfigError, ErrorList
 from lorafusion_jax.peft.folder import write_adapter
