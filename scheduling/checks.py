@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -71,6 +71,17 @@ def check_time_limit(seconds: object) -> float:
     ):
         raise PlanError("plan.setting", f"time_limit_s must be a number of seconds, not {seconds!r}")
     return seconds
+
+
+def check_rests(rests: Mapping[str, Sequence[object]], jobs: Sequence[AdapterJob]) -> None:
+    names = [job.name for job in jobs]
+    for name, batches in rests.items():
+        if name not in names:
+            raise PlanError("plan.setting", f"rests name {name!r}, and there is no such job", fix=", ".join(names))
+        counts = [as_whole(batch) or 0 for batch in batches]
+        if counts != sorted(counts) or min(counts, default=1) < 1:
+            message = f"rests of {name} must be numbers of batches, ascending from 1 on, not {list(batches)}"
+            raise PlanError("plan.setting", message)
 
 
 def _refuse_long_samples(jobs: Sequence[AdapterJob], room: int, tile: int) -> None:

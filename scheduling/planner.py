@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from scheduling.bounds import bound_of_rest
-from scheduling.checks import check_jobs, check_time_limit
+from scheduling.checks import check_jobs, check_rests, check_time_limit
 from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
 from scheduling.mixed_sizes import fill_sizes
@@ -17,9 +17,9 @@ from scheduling.packing.balance_tokens import balance_tokens
 from scheduling.packing.balance_work import balance_work
 from scheduling.packing.budget import Budget
 from scheduling.packing.greedy import greedy
-from scheduling.packing.parts import Parts
 from scheduling.packing.problem import Filling, Problem, make_problem, to_plan
 from scheduling.packing.restarts import first_filling, restart
+from scheduling.packing.rungs import Rungs
 from scheduling.packing.search import search
 from scheduling.plan import Plan
 from scheduling.rates import default_cost_model
@@ -76,7 +76,7 @@ def make_plan(
         most_open: jobs that have begun and have samples left, at a time (None: all). The others wait, and the longest
             go first. Such a plan is made by a greedy pass, without a search.
         rests: by job, numbers of batches, ascending: after its n-th the job waits until all others have come to theirs.
-            Jobs that are not named fill the microbatches of the others. Each part has its share of the effort.
+            Jobs that are not named fill the microbatches of the others. Each rung has its share of the effort.
 
     Raises:
         PlanError: jobs or settings cannot be planned. The message names adapter, sample index and length.
@@ -91,6 +91,7 @@ def make_plan(
     if capacity_tokens == "auto":
         capacity_tokens = _best_capacity(jobs, shape, cost_model, max_capacity_tokens)
     limits = check_jobs(jobs, capacity_tokens=capacity_tokens, **shape)
+    check_rests(rests or {}, jobs)
     problem = make_problem(jobs, limits, most_open=most_open, rests=rests)
     positions = [np.arange(job.num_samples) for job in jobs]
     bound, filling = fill(problem, positions, effort, seed, cost_model=cost_model)
@@ -127,17 +128,17 @@ def fill(
     Args:
         cost_model: as in `make_plan`, for several capacities.
     """
-    bound, parts = bound_of_rest(problem.jobs, left, problem.ready, problem.limits), Parts(problem)
-    if len(parts) <= 1:
-        return bound, _fill_part(problem, left, effort, seed, bound, cost_model)
-    for part, positions in parts:
-        share = Effort(*(Budget(budget.evaluations / len(parts)) for budget in effort))
-        least = bound_of_rest(part.jobs, positions, part.ready, part.limits)
-        parts.add(_fill_part(part, positions, share, seed, least, cost_model))
-    return bound, parts.filling
+    bound, rungs = bound_of_rest(problem.jobs, left, problem.ready, problem.limits), Rungs(problem)
+    if len(rungs) <= 1:
+        return bound, _fill_rung(problem, left, effort, seed, bound, cost_model)
+    for rung, positions in rungs:
+        share = Effort(*(Budget(budget.evaluations / len(rungs)) for budget in effort))
+        least = bound_of_rest(rung.jobs, positions, rung.ready, rung.limits)
+        rungs.add(_fill_rung(rung, positions, share, seed, least, cost_model))
+    return bound, rungs.filling
 
 
-def _fill_part(
+def _fill_rung(
     problem: Problem, left: Sequence[np.ndarray], effort: Effort, seed: int, bound: int, cost_model: CostModel | None
 ) -> Filling:
     if problem.most_open is not None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorafusion_jax.planning.turns import NextUses
-from scheduling import AdapterJob, make_plan, replan
+from scheduling import AdapterJob, PlanError, make_plan, replan
 
 LENGTHS = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=12), min_size=2, max_size=8)
 
@@ -141,3 +141,17 @@ def test_who_is_at_a_rest_waits_for_those_that_are_not(at_slot):
     plan = replan(plan, at_slot=at_slot, **shape)
     ends = {(name, batch): slot for slot, name, batch in plan.batches_ending()}
     assert ends["long", 3] < min(slot for slot in slots_of(plan, "short") if slot > ends["short", 0])
+
+
+@pytest.mark.parametrize(
+    ("rests", "says"),
+    [
+        ({"b": (1,)}, "there is no such job"),
+        ({"a": (0, 2)}, "from 1 on"),
+        ({"a": (4, 2)}, "ascending"),
+        ({"a": (1.5,)}, "1.5"),
+    ],
+)
+def test_odd_rests_are_refused(rests, says):
+    with pytest.raises(PlanError, match=says):
+        make_plan([AdapterJob("a", [16] * 8, 2)], capacity_tokens=64, num_stages=1, tile_tokens=16, rests=rests)

@@ -1,4 +1,4 @@
-"""Jobs that are compared come to each comparison together: their batches in parts, one before each comparison."""
+"""Jobs that are compared come to each comparison together: the rungs of successive halving."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from scheduling.packing.problem import Filling, Problem, make_problem
 
 
-def part_ends(problem: Problem) -> list[list[int]]:
-    """Returns per part, in their order, how many batches of each job lie in it or before. The last part ends with all.
+def rung_ends(problem: Problem) -> list[list[int]]:
+    """Returns per rung how many batches of each job lie in it or below. The last rung ends with all.
 
-    A job that has rests comes to its n-th one in part n. One without fills the microbatches of the others: each part
+    A job that has rests comes to its n-th one in rung n. One without fills the microbatches of the others: each rung
     has as large a share of its batches as of their tokens. So does one that has come later: nobody waits for it.
     """
     counts = [len(batches) for batches in problem.batches]
@@ -21,13 +21,13 @@ def part_ends(problem: Problem) -> list[list[int]]:
     if len(rests_by_job) < 2:
         return [counts] if any(counts) else []  # nobody waits for another
     sums = {job: [0, *accumulate(batch.total for batch in problem.batches[job])] for job in rests_by_job}
-    tokens = sum(before[-1] for before in sums.values())
-    parts = [[0] * len(counts)]
-    for part in range(max(map(len, rests_by_job.values()))):
-        ends = {job: rests[part] if part < len(rests) else counts[job] for job, rests in rests_by_job.items()}
+    tokens = sum(below[-1] for below in sums.values())
+    rungs = [[0] * len(counts)]
+    for rung in range(max(map(len, rests_by_job.values()))):
+        ends = {job: rests[rung] if rung < len(rests) else counts[job] for job, rests in rests_by_job.items()}
         share = sum(sums[job][end] for job, end in ends.items()) / tokens
-        parts.append([ends.get(job, round(share * count)) for job, count in enumerate(counts)])
-    return [ends for before, ends in pairwise([*parts, counts]) if ends != before]
+        rungs.append([ends.get(job, round(share * count)) for job, count in enumerate(counts)])
+    return [ends for below, ends in pairwise([*rungs, counts]) if ends != below]
 
 
 def _rests(problem: Problem) -> list[list[int]]:
@@ -44,22 +44,22 @@ def _rests(problem: Problem) -> list[list[int]]:
     return [rests if count >= passed else [] for rests, count in zip(rests_left, reached, strict=True)]
 
 
-class Parts:
-    """Puts the filling of a problem together, one part after another.
+class Rungs:
+    """Puts the filling of a problem together, one rung after another.
 
     >>> from scheduling.types import AdapterJob, Limits
     >>> limits = Limits(capacity_tokens=128, num_stages=1, data_parallel=1, tile_tokens=64)
     >>> jobs = [AdapterJob(name, [64] * 3, 1) for name in "ab"]
-    >>> parts = Parts(make_problem(jobs, limits, rests={"a": [2], "b": [1]}))
-    >>> for part, positions in parts:
+    >>> rungs = Rungs(make_problem(jobs, limits, rests={"a": [2], "b": [1]}))
+    >>> for rung, positions in rungs:
     ...     print([some.tolist() for some in positions])
-    ...     parts.add([])
+    ...     rungs.add([])
     [[0, 1], [0]]
     [[2], [1, 2]]
     """
 
     def __init__(self, problem: Problem):
-        self._problem, self._ends = problem, part_ends(problem)
+        self._problem, self._ends = problem, rung_ends(problem)
         self._begins, self._ready = [0] * len(problem.jobs), list(problem.ready)
         self.filling: Filling = []
 
@@ -67,21 +67,19 @@ class Parts:
         return len(self._ends)
 
     def __iter__(self) -> Iterator[tuple[Problem, list[np.ndarray]]]:
-        """Yields a problem and the positions of its samples. Its filling must be added before the next."""
+        """Yields the problem of a rung and the positions of its samples. Its filling must be added before the next."""
         problem = self._problem
         for ends in self._ends:
             batches = [some[first:end] for some, first, end in zip(problem.batches, self._begins, ends, strict=True)]
             positions = [np.array(sorted(at for batch in some for at in batch.positions), np.int64) for some in batches]
             left = [some.tolist() for some in positions]
             most_open = problem.most_open
-            yield (
-                make_problem(problem.jobs, problem.limits, left=left, ready=self._ready, most_open=most_open),
-                positions,
-            )
+            rung = make_problem(problem.jobs, problem.limits, left=left, ready=self._ready, most_open=most_open)
+            yield rung, positions
             self._begins = ends
 
     def add(self, filling: Filling) -> None:
-        """Adds the slots of the part."""
+        """Adds the slots of the rung."""
         last_slot = {job: slot for slot, replicas in enumerate(filling) for parts in replicas for job, *_ in parts}
         earliest = [
             last_slot[job] + self._problem.num_stages if job in last_slot else ready
