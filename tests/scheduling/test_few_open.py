@@ -126,9 +126,9 @@ def slots_of(plan, name):
 
 def test_nobody_waits_for_one_that_has_come_later():
     jobs = [AdapterJob(name, [16] * 12, 1) for name in "abc"]
-    rests = dict.fromkeys("abcd", (2, 6))
+    rests = dict.fromkeys("abc", (2, 6))
     plan = make_plan(jobs, capacity_tokens=64, num_stages=1, tile_tokens=16, rests=rests)
-    later = replan(plan, at_slot=4, add=[AdapterJob("d", [16] * 12, 1)], rests=rests)
+    later = replan(plan, at_slot=4, add=[AdapterJob("d", [16] * 12, 1)], rests=rests | {"d": (2, 6)})
     assert slots_of(later, "d")[0] == slots_of(later, "a")[4] == 4
     assert slots_of(later, "a")[-1] < slots_of(later, "d")[-1]
 
