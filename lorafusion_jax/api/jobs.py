@@ -62,7 +62,7 @@ class Job(Shown):
         warn(console, self.notes)
 
 
-def load_job(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Job:
+def load_job(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] = ()) -> Job:
     """Reads and checks a job.
 
     Args:
@@ -80,6 +80,7 @@ def load_job(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
     >>> job.config.adapters[0].lora.rank
     16
     """
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     job_source = source_of(_with_stored_rows(source)) if isinstance(source, Mapping) else read_source(Path(source))
     job_source = expand_files(job_source)
     config = parse_config(job_source, overrides)

@@ -208,9 +208,9 @@ def train(
 
 def resume(
     run: Run | str | Path,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     *,
-    drop: Sequence[str] = (),
+    drop: str | Sequence[str] = (),
     progress: Progress = True,
     verify_base: bool = False,
 ) -> Run:
@@ -229,6 +229,7 @@ def resume(
     from lorafusion_jax.training import resume as resume_run
     from lorafusion_jax.training.relayout import apply_resume_overrides
 
+    overrides, drop = ([names] if isinstance(names, str) else names for names in (overrides, drop))
     folder = run.folder if isinstance(run, Run) else RunFolder.of(run).path
     config = apply_resume_overrides(RunFolder(folder).read_config(), overrides)
 

@@ -87,17 +87,19 @@ class Session:
         optimizers: Mapping[str, optax.GradientTransformation],
         *,
         capacity: int = 8,
-        ragged: Sequence[str] = (),
+        ragged: str | Sequence[str] = (),
         multiple: int = 64,
     ):
         check_owners(model)
         self.model, self.names = model, tuple(adapter_names(model))
-        if set(optimizers) != set(self.names):
-            message = f"the optimizers are of {', '.join(optimizers)}, and the adapters are {', '.join(self.names)}."
-            raise ConfigError("session.adapters", message, fix="an optimizer for each adapter of apply_lora")
+        _check_optimizers(optimizers, self.names)
         if capacity < 1 or multiple < 1:
             raise ConfigError("session.capacity", f"capacity={capacity} and multiple={multiple} must be 1 or more.")
-        self.capacity, self.ragged, self.multiple = capacity, frozenset(ragged), multiple
+        self.capacity, self.ragged, self.multiple = (
+            capacity,
+            frozenset([ragged] if isinstance(ragged, str) else ragged),
+            multiple,
+        )
         self._specs = [adapter_spec(model, name) for name in self.names]
         self._graph, lora, self._frozen = nnx.split(model, nnx.LoRAParam, ...)
         self._optimizer = per_adapter({name: optimizers[name] for name in self.names})
@@ -150,7 +152,7 @@ class Session:
         ]  # fmt: skip
         return self._means(rows, sum(part[0] for part in parts), sum(part[1] for part in parts))
 
-    def optim_step(self, adapters: Sequence[str] | None = None) -> dict[str, SessionStep]:
+    def optim_step(self, adapters: str | Sequence[str] | None = None) -> dict[str, SessionStep]:
         """Takes a step of the adapters that are named, or of all that had rows since their last step.
 
         Raises:
@@ -159,7 +161,10 @@ class Session:
                 gradient is not finite. It keeps its weights, and what its rows had added is dropped; others step.
         """
         rows = self._state["rows"]
-        names = [name for name, count in zip(self.names, rows, strict=True) if count] if adapters is None else adapters
+        if adapters is None:
+            names = [name for name, count in zip(self.names, rows, strict=True) if count]
+        else:
+            names = [adapters] if isinstance(adapters, str) else list(adapters)
         steps = np.array([self._number(name) for name in names], np.int32)
         empty = [name for name, number in zip(names, steps, strict=True) if not rows[number]]
         if empty or not names:
@@ -358,3 +363,24 @@ def _like(leaf: Any, array: np.ndarray) -> Any:
     if not isinstance(leaf, jax.Array):
         return array
     return jax.device_put(array, leaf.sharding) if leaf.committed else jnp.asarray(array)
+
+
+def _check_optimizers(optimizers: object, names: Sequence[str]) -> None:
+    """Checks that each adapter of a model has an optimizer.
+
+    Raises:
+        ConfigError: `session.adapters`.
+    """
+    fix = "an optimizer for each adapter of apply_lora"
+    if not names:
+        raise ConfigError("session.adapters", "the model has no adapters.", fix="Session(apply_lora(model, specs), …)")
+    if not isinstance(optimizers, Mapping):
+        fix = f"{{{', '.join(f'{name!r}: …' for name in names)}}}"
+        raise ConfigError("session.adapters", "the optimizers are no mapping of adapters.", fix=fix)
+    if set(optimizers) != set(names):
+        with_optimizers = ", ".join(map(str, optimizers)) or "nobody"
+        message = f"the optimizers are of {with_optimizers}, and the adapters are {', '.join(names)}."
+        raise ConfigError("session.adapters", message, fix=fix)
+    if wrong := [name for name, optimizer in optimizers.items() if not callable(getattr(optimizer, "update", None))]:
+        message = f"the optimizer of {', '.join(wrong)} is none of optax."
+        raise ConfigError("session.adapters", message, fix=f"{wrong[0]!r}: optax.adamw(1e-4)")

@@ -66,6 +66,12 @@ def test_errors_are_those_of_the_command_line(values, tmp_path):
         lf.plan(gone)
 
 
+def test_one_override_needs_no_list(values, run):
+    assert lf.load_job(values, "train.max_steps=7").config.train.max_steps == 7
+    with pytest.raises(lf.LoraFusionError, match="nobody"):
+        lf.resume(run[0], drop="nobody", progress=False)
+
+
 def test_a_plan_shows_the_screen_of_the_command(values, tmp_path):
     plan = lf.plan(values, device="h200", compare=True)
     assert plan.numbers["adapters"]["med"]["rank"] == 4

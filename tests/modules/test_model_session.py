@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,8 +159,27 @@ def test_evaluation_draws_no_dropout_and_adds_no_gradient(joint):
     session, _ = joint
     rows = {"law": rows_of("held", 3)}
     assert session.forward(rows, loss) == session.forward(rows, loss)
-    with pytest.raises(LoraFusionError, match=r"session\.no-rows"):
-        session.optim_step(["law"])
+    for names in (["law"], "law"):  # one name is no list of its letters
+        with pytest.raises(LoraFusionError, match=r"session\.no-rows"):
+            session.optim_step(names)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "said"),
+    [
+        (optax.sgd(0.1), "fix: {'law': …, 'med': …}"),
+        ({"law": optax.sgd(0.1), "med": "adamw"}, "the optimizer of med is none of optax"),
+        ({"law": optax.sgd(0.1)}, "the optimizers are of law, and the adapters are law, med"),
+    ],
+)
+def test_what_is_wrong_with_optimizers_is_named(joint, optimizers, said):
+    with pytest.raises(LoraFusionError, match=re.escape(said)):
+        lf.Session(joint[0].model, optimizers, capacity=4)
+
+
+def test_a_model_without_adapters_is_named():
+    with pytest.raises(LoraFusionError, match=r"session\.adapters.*the model has no adapters"):
+        lf.Session(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {}, capacity=4)
 
 
 @pytest.mark.parametrize(
