@@ -92,6 +92,9 @@ def _show_times(console: Console, planned: Planned) -> None:
         over = f"{percent(plan.gap)} over the lower bound of {exact(plan.lower_bound)} slots"
         say(console, f"  {over}{limit}")
     if times:
+        if times.halved_s is not None:
+            goes_on = f"if one in {planned.config.halving.factor} goes on at each comparison"
+            say(console, f"  with halving about {duration(times.halved_s)}, {goes_on}")
         if times.pauses:
             say(console, f"  {_with_pauses(times)}")
         say(console, f"  times and bubbles are predictions: {times.costs}")

@@ -36,7 +36,7 @@ from lorafusion_jax.planning.prediction import (
     predicted_parameters,
     this_device,
 )
-from lorafusion_jax.planning.training_plan import plan_training, slots_of_sizes
+from lorafusion_jax.planning.training_plan import plan_halved, plan_training, slots_of_sizes
 from lorafusion_jax.planning.turns import NextUses
 from lorafusion_jax.report.data_notes import data_notes
 from pallas_kernels.cost import H200, Ceilings, product
@@ -84,6 +84,7 @@ class PredictedTimes:
         tokens_per_s: useful tokens.
         limit: what limits the rate.
         pauses: evaluations and saves; None where the base model is of no known kind.
+        halved_s: of all slots, if halving ends as many adapters as it can; None without halving.
     """
 
     costs: str
@@ -93,6 +94,7 @@ class PredictedTimes:
     tokens_per_s: float
     limit: str
     pauses: Pauses | None
+    halved_s: float | None
 
     @property
     def wall_s(self) -> float:
@@ -204,7 +206,8 @@ def make_planned(
         if model is not None:
             seconds = statistics.duration_s
             pauses = predicted_pauses(config, model, prepared, plan, costs, duration_s=seconds, device=kind)
-        times = _times(costs, statistics, pauses)
+        halved = plan_halved(config, prepared, plan) if config.halving.is_on else None
+        times = _times(costs, statistics, pauses, None if halved is None else simulate(halved, costs).duration_s)
     if model is not None:
         parameters = predicted_parameters(config, model)
         memory = predicted_memory(config, model, int(device_memory * GIB) if device_memory else memory_of(kind))
@@ -232,7 +235,9 @@ def _base_model(config: JobConfig) -> tuple[ModelConfig | None, list[str]]:
         return None, [f"no times and no memory are predicted: {problem.what}"]
 
 
-def _times(costs: CostModel, statistics: PlanStatistics, pauses: Pauses | None) -> PredictedTimes:
+def _times(
+    costs: CostModel, statistics: PlanStatistics, pauses: Pauses | None, halved_s: float | None
+) -> PredictedTimes:
     return PredictedTimes(
         costs=costs.source,
         seconds=statistics.duration_s,
@@ -241,6 +246,7 @@ def _times(costs: CostModel, statistics: PlanStatistics, pauses: Pauses | None) 
         tokens_per_s=statistics.tokens_per_s,
         limit=statistics.hint,
         pauses=pauses,
+        halved_s=halved_s,
     )
 
 

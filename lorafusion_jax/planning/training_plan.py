@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.planning.turns import turns
-from scheduling import AdapterJob, Plan, make_plan
+from lorafusion_jax.planning.turns import compared, turns
+from scheduling import AdapterJob, Plan, make_plan, replan
 
 
 def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
@@ -35,6 +35,23 @@ def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
         time_limit_s=config.train.plan_seconds,
         **turns(config, prepared, jobs),
     )
+
+
+def plan_halved(config: JobConfig, prepared: Prepared, plan: Plan) -> Plan:
+    """Returns a plan with the early ends of halving, if one of `factor` adapters goes on at each comparison.
+
+    Which ones go on is not known before. Taken are the first, the one after the next `factor`, and so on.
+    """
+    halving, steps = config.halving, {job.name: job.num_batches for job in plan.jobs}
+    groups, shape = compared(config, prepared, steps), turns(config, prepared, plan.jobs)
+    for mark in halving.marks(max(steps.values())):
+        ends = {(name, batch): slot for slot, name, batch in plan.batches_ending()}
+        at = {name: ends.get((name, halving.step_of(mark, steps[name]) - 1), -1) for group in groups for name in group}
+        ended = [name for group in groups for number, name in enumerate(group) if number % halving.factor]
+        groups = [group[:: halving.factor] for group in groups]
+        if ended:
+            plan = replan(plan, at_slot=1 + max(at.values()), finish=ended, seed=plan.seed, time_limit_s=0.0, **shape)
+    return plan
 
 
 def slots_of_sizes(plan: Plan) -> dict[str, int]:

@@ -17,6 +17,7 @@ from lorafusion_jax.cli.running import show_result
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.planning.planned import make_planned
 from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.planning.turns import turns
 from lorafusion_jax.report.data_notes import data_notes
@@ -213,6 +214,20 @@ def test_check_says_that_a_step_is_no_measure_for_unequal_batches(job, batches):
     (note,) = [note for note in data_notes(config, prepare(config)) if "halving" in note]
     assert "adapters that take 4 steps in all with such that take 12" in note
     assert "halving.first_share" in note
+
+
+def test_a_plan_predicts_what_halving_spares(job, batches):
+    many = [
+        entry | {"name": f"{entry['name']}-{twin}"} for entry in batches if "eval" in entry["data"] for twin in "ab"
+    ]
+
+    def predicted(**halving):
+        config = load_config(job(adapters=many, halving=halving, epochs=1))
+        return make_planned(config, prepare(config), device="h200").to_json()["predicted"]
+
+    seldom, often = predicted(first_share=0.5, factor=2), predicted(first_share=0.25, factor=8)
+    assert seldom["seconds"] > seldom["halved_s"] > often["halved_s"]
+    assert predicted()["halved_s"] is None
 
 
 def test_no_later_plan_waits_for_a_program(job, batches):
