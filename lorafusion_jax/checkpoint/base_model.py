@@ -36,7 +36,7 @@ def find_base(
         return direct
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/"))
     if is_hub_name and not is_directory(direct.parent):  # next to a folder "models", models/8B is a folder, too
-        return _from_hub(name, revision, direct)
+        return _from_hub(name, revision, direct, fix)
     raise CheckpointError(
         "model.missing",
         f"there is no model directory {shortened(name)}.",
@@ -100,7 +100,7 @@ def pin_base(config: JobConfig) -> JobConfig:
     return config.model_copy(update={"base": config.base.model_copy(update={"revision": commit})})
 
 
-def _from_hub(name: str, revision: str | None, direct: Path) -> Path:
+def _from_hub(name: str, revision: str | None, direct: Path, fix: str) -> Path:
     """Fetches a hub model. `direct` is the folder that the name would be."""
     try:
         from huggingface_hub import snapshot_download
@@ -109,7 +109,7 @@ def _from_hub(name: str, revision: str | None, direct: Path) -> Path:
             "model.missing",
             f"there is no model directory {name}, and hub names need the hf extra.",
             where=str(direct.absolute()),
-            fix=install_line("hf"),
+            fix=f"{install_line('hf')}; or {fix}",
         ) from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=ALLOWED))
@@ -119,7 +119,7 @@ def _from_hub(name: str, revision: str | None, direct: Path) -> Path:
             f"there is no model directory {name}, and no hub gave a model of this name.",
             where=str(direct.absolute()),
             why=_hub_cause(problem),
-            fix="the path of a folder with config.json and *.safetensors, or org/name of a hub that can be reached",
+            fix=fix,
         ) from None
 
 

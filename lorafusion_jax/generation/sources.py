@@ -173,7 +173,8 @@ def _with_asked(source: Source, adapters: Sequence[str]) -> Source:
             message = f"there is no adapter in {folder or 'no folder'}."
             raise CheckpointError("generate.unknown-adapter", message, where=text, fix=f"a folder with {CONFIG_FILE}")
         if equals and (name in adapter_by_name or name == BASE_NAME or not name):
-            raise ConfigError("generate.unknown-adapter", f"'{name}' names another adapter.", where=text)
+            fix = f"OTHER={folder}, with a name of its own"
+            raise ConfigError("generate.unknown-adapter", f"'{name}' names another adapter.", where=text, fix=fix)
         if equals:
             adapter_by_name[name] = AdapterSource(name=name, folder=Path(folder))
         elif name != BASE_NAME and name not in adapter_by_name:
@@ -191,5 +192,5 @@ def unknown_adapter(name: str, known: Sequence[str] | dict, where: str = "") -> 
         "generate.unknown-adapter",
         f"there is no adapter '{name}'" + (f"; {near}" if near else "."),
         where=where,
-        fix=f"one of: {', '.join(names)}",
+        fix=f"one of: {', '.join(names)}{'' if where else '; or NAME=FOLDER for a PEFT folder'}",
     )

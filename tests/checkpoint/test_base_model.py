@@ -1,11 +1,12 @@
 """A base model that is not there: the folder is named before any hub, with the data files that are missing, too."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.base_model import base_directory, find_base
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CheckpointError, ErrorList
@@ -56,6 +57,12 @@ def test_a_hub_that_does_not_answer_is_the_second_thing_said(tmp_path, hub):
     assert "Name or service not known" in problem.why
     assert "folder with config.json" in problem.fix
     assert hub == ["weights/Qwen3-8B"]
+
+
+def test_who_looks_for_a_base_says_how_it_is_given(hub):
+    with pytest.raises(CheckpointError, match=r"model\.hub") as caught:
+        find_base(Path(), "org/model", fix="--base FOLDER")
+    assert caught.value.fix == "--base FOLDER"
 
 
 def test_the_cause_of_a_silent_hub_is_a_line_without_names_of_classes(tmp_path, monkeypatch):
