@@ -250,12 +250,13 @@ def _into_vllm(server: Server, name: str, path: str, *, flagged: bool) -> Ask:
     return ask
 
 
-def _models(server: Server) -> set[str]:
-    answer = server.request("/v1/models")
+def _models(server: Server, path: str = "/v1/models", models: str = "data", name: str = "id") -> set[str]:
+    """Names of the models of a server: those of OpenAI's API, or under other keys."""
+    answer = server.request(path)
     try:
-        return {str(model["id"]) for model in answer["data"]}
+        return {str(model[name]) for model in answer[models]}
     except (TypeError, LookupError):
-        raise server.refused("/v1/models", "its answer is no list of models") from None
+        raise server.refused(path, "its answer is no list of models") from None
 
 
 def _into_sglang(server: Server, name: str, path: str) -> Ask:
@@ -282,7 +283,8 @@ def into_ollama(server: Server, name: str, _path: str, *, file: Path, base: str 
     if begins != GGUF:
         raise ConfigError("handover.form", f"{file} is no GGUF file.", fix=merged)
     tagged = name if ":" in name else f"{name}:latest"
-    if tagged in _ollama_models(server):
+    names = partial(_models, server, "/api/tags", "models", "name")
+    if tagged in names():
         fix = f"--as {name}-2, or ollama rm {name}"
         raise RunError("handover.exists", f"{server.url} has a model '{name}' already.", fix=fix)
     server.request(f"/api/blobs/{digest}", file)
@@ -293,7 +295,7 @@ def into_ollama(server: Server, name: str, _path: str, *, file: Path, base: str 
         if "adapters are no longer supported" in problem.why:
             raise RunError(problem.code, "this Ollama takes no adapters.", why=problem.why, fix=merged) from None
         raise
-    if not (isinstance(answer, dict) and answer.get("status") == "success") or tagged not in _ollama_models(server):
+    if not (isinstance(answer, dict) and answer.get("status") == "success") or tagged not in names():
         raise server.refused("/api/create", _reason(json.dumps(answer)))
 
     def ask(prompt: str, max_tokens: int) -> str:
@@ -302,14 +304,6 @@ def into_ollama(server: Server, name: str, _path: str, *, file: Path, base: str 
         return _text(server, "/api/generate", answer, lambda: answer["response"])
 
     return ask
-
-
-def _ollama_models(server: Server) -> set[str]:
-    answer = server.request("/api/tags")
-    try:
-        return {str(model["name"]) for model in answer["models"]}
-    except (TypeError, LookupError):
-        raise server.refused("/api/tags", "its answer is no list of models") from None
 
 
 def _text(server: Server, path: str, answer: Any, read: Callable[[], Any]) -> str:

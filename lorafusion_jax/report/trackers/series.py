@@ -41,6 +41,21 @@ class Tracker(ABC):
         """Ends all series."""
 
 
+class TrackerOfRuns(Tracker):
+    """A library that has an object for each run."""
+
+    def __init__(self, package: Any, setting: Any, folder: Path):
+        super().__init__(package, setting, folder)
+        self._runs: dict[str, Any] = {}
+
+    def log(self, name: str, values: Mapping[str, float], step: int) -> None:
+        self._runs[name].log(dict(values), step=step)
+
+    def close(self) -> None:
+        for run in self._runs.values():
+            run.finish()
+
+
 def scalars(event: RunEvent) -> dict[str, float]:
     """The numbers of an event by name. Adapters have the same names, so that their curves can be laid over each other.
 

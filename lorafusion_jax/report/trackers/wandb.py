@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
 
-from lorafusion_jax.report.trackers.series import RUN, Tracker, Value
+from lorafusion_jax.report.trackers.series import RUN, TrackerOfRuns, Value
 
 
-class Wandb(Tracker):
+class Wandb(TrackerOfRuns):
     """Logs to a project. The x axis of an adapter is its own steps."""
-
-    def __init__(self, package: Any, setting: Any, folder: Any):
-        super().__init__(package, setting, folder)
-        self._runs: dict[str, Any] = {}
 
     def open(self, name: str, settings: Mapping[str, Value], *, first_step: int) -> None:
         entity, _, project = self._setting.rpartition("/")
@@ -32,13 +27,6 @@ class Wandb(Tracker):
             resume="allow",  # a run that is resumed continues its curves
             reinit="create_new",  # several at once
         )
-
-    def log(self, name: str, values: Mapping[str, float], step: int) -> None:
-        self._runs[name].log(dict(values), step=step)
-
-    def close(self) -> None:
-        for run in self._runs.values():
-            run.finish()
 
     def _id(self, name: str) -> str:
         return hashlib.sha256(f"{self._folder.resolve()}\0{name}".encode()).hexdigest()[:16]

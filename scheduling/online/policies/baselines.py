@@ -24,6 +24,16 @@ class Baseline:
     def __init__(self, rates: Rates):
         self.rates = rates
 
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        state.check_clock(now)
+        draft = Draft(state)
+        self._fill(draft, now)
+        return draft.decisions()
+
+    def _fill(self, draft: Draft, now: float) -> None:
+        """Places jobs in a draft of the next decisions."""
+        raise NotImplementedError
+
     def _sizes(self, draft: Draft) -> list[tuple[Kind, int]]:
         """(kind, GPUs of the largest worker) of the workers that are up."""
         largest: dict[Kind, int] = {}
@@ -57,13 +67,10 @@ class Fifo(Baseline):
 
     name = "fifo"
 
-    def decide(self, state: ClusterState, now: float) -> list[Decision]:
-        state.check_clock(now)
-        draft = Draft(state)
+    def _fill(self, draft: Draft, now: float) -> None:
         for job in draft.waiting():
             if self._open_single(draft, job, "it has waited longest") is None:
                 break
-        return draft.decisions()
 
 
 class Backfill(Baseline):
@@ -74,16 +81,13 @@ class Backfill(Baseline):
 
     name = "backfill"
 
-    def decide(self, state: ClusterState, now: float) -> list[Decision]:
-        state.check_clock(now)
-        draft = Draft(state)
+    def _fill(self, draft: Draft, now: float) -> None:
         reserved: _Block | None = None
         for job in draft.waiting():
             if reserved is None and self._open_single(draft, job, "it has waited longest") is None:
                 reserved = self._first_free(draft, job, now)
             elif reserved is not None:
                 self._backfill(draft, job, reserved, now)
-        return draft.decisions()
 
     def _first_free(self, draft: Draft, job: JobState, now: float) -> _Block | None:
         """The block that a job gets first, if nothing else starts; None if it fits on no worker that is up."""
@@ -127,17 +131,11 @@ class Srtf(Baseline):
 
     name = "srtf"
 
-    def decide(self, state: ClusterState, now: float) -> list[Decision]:
-        state.check_clock(now)
-        draft = Draft(state)
-        self._start_shortest(draft, now)
-        return draft.decisions()
-
     def __init__(self, rates: Rates, settle_s: float = 0.0):
         super().__init__(rates)
         self.settle_s = settle_s
 
-    def _start_shortest(self, draft: Draft, now: float) -> None:
+    def _fill(self, draft: Draft, now: float) -> None:
         """Starts waiting jobs, shortest first, until one finds no GPUs and cannot preempt a longer job."""
         seconds_of = {name: self._left_s(draft, job, now) for name, job in draft.state.jobs.items()}
         for job in sorted(draft.waiting(), key=lambda job: (-job.job.priority, seconds_of[job.job.name], job.job.name)):
@@ -191,14 +189,11 @@ class ElasticSrtf(Srtf):
 
     name = "elastic-srtf"
 
-    def decide(self, state: ClusterState, now: float) -> list[Decision]:
-        state.check_clock(now)
-        draft = Draft(state)
-        self._start_shortest(draft, now)
+    def _fill(self, draft: Draft, now: float) -> None:
+        super()._fill(draft, now)
         if not draft.waiting():
             while self._double(draft, now):
                 pass
-        return draft.decisions()
 
     def _shrink_another(self, draft: Draft, now: float) -> bool:
         """Halves the mesh of the job that has most GPUs beyond its best mesh."""
@@ -254,9 +249,7 @@ class Mlora(Baseline):
         super().__init__(rates)
         self.batch = batch
 
-    def decide(self, state: ClusterState, now: float) -> list[Decision]:
-        state.check_clock(now)
-        draft = Draft(state)
+    def _fill(self, draft: Draft, now: float) -> None:
         waiting: list[JobState] = draft.waiting()
         while waiting:
             first = waiting[0].job
@@ -272,7 +265,6 @@ class Mlora(Baseline):
                 break
             names = {job.name for job in jobs}
             waiting = [job_state for job_state in waiting if job_state.job.name not in names]
-        return draft.decisions()
 
     def _turns(self, draft: Draft, jobs: Sequence[Job]) -> list[tuple[GroupRate, Kind]]:
         """The best mesh of a group on every kind of worker that it fits on, most tokens per GPU first."""
@@ -292,13 +284,10 @@ class Packing(Baseline):
     name = "packing"
     members = 16  # places of a session
 
-    def decide(self, state: ClusterState, now: float) -> list[Decision]:
-        state.check_clock(now)
-        draft = Draft(state)
+    def _fill(self, draft: Draft, now: float) -> None:
         for job in draft.waiting():
             if self._open_single(draft, job, "GPUs are free") is None:
                 self._join_least_loaded(draft, job)
-        return draft.decisions()
 
     def _join_least_loaded(self, draft: Draft, job: JobState) -> None:
         same = [group for group in draft.groups.values() if group.base == job.job.base_name and group.members]
@@ -321,9 +310,7 @@ class Tlora(Baseline):
 
     name = "tlora"
 
-    def decide(self, state: ClusterState, now: float) -> list[Decision]:
-        state.check_clock(now)
-        draft = Draft(state)
+    def _fill(self, draft: Draft, now: float) -> None:
         for job in draft.waiting():
             best = self._best_group(draft, job)
             if best is not None:
@@ -333,7 +320,6 @@ class Tlora(Baseline):
                 group.why.append(f"{job.job.name} adds {gain:,.0f} tokens/s, slowdowns up to {max(rate.slowdowns):.2f}")
             else:
                 self._open_single(draft, job, "no group has capacity for it")
-        return draft.decisions()
 
     def _best_group(self, draft: Draft, job: JobState) -> tuple[DraftGroup, GroupRate, float] | None:
         best = None
