@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from lorafusion_jax.config.data_sources import is_file
-from lorafusion_jax.config.split_by import as_text
+from lorafusion_jax.config.from_files import as_text
 from lorafusion_jax.data.rows import RawSource, Rows
 from lorafusion_jax.data.sources import open_source, row_blocks
 from lorafusion_jax.errors import DataError, first_few

@@ -26,8 +26,8 @@ from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.serve.refusals import describe
 from lorafusion_jax.serve.tinker.datums import Batch, DatumError, Sparse, read_batch, write_outputs
 from lorafusion_jax.serve.tinker.samples import read_sample, write_samples
-from lorafusion_jax.serve.worker.completions import Progress, read_completion, write_part
 from lorafusion_jax.serve.worker.link import Link
+from lorafusion_jax.serve.worker.samples import Progress, read_completion, write_part
 
 WORDS = 16
 Arrays = dict[str, np.ndarray]

@@ -1,6 +1,7 @@
 """Samples in a worker: an engine beside the session, on its base, with snapshots of adapters that were saved.
 
-The engine runs between slots. Threads read weights of snapshots and write answers.
+The engine runs between slots. Threads read weights of snapshots and write answers. A completion makes tokens of its
+prompt with its adapter's own chat template, and texts of its answers while they grow.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +22,16 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.stack import place_name, without_places
+from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import LoraFusionError, RunError, ServerCallError
 from lorafusion_jax.files import replace_bytes
-from lorafusion_jax.generation.answer_text import text_options
+from lorafusion_jax.generation.answer_text import AnswerTexts, TextStream, text_options
 from lorafusion_jax.generation.capacity import SHARE_OF_MEMORY, block_bytes, blocks_that_fit
 from lorafusion_jax.generation.engine import ROWS, SLOTS, Engine
 from lorafusion_jax.generation.load import read_leaves
-from lorafusion_jax.generation.requests import Answer, Request
+from lorafusion_jax.generation.requests import Answer, Listing, Request
+from lorafusion_jax.generation.sampling import MOST_SEED, Sampling
 from lorafusion_jax.generation.slots import Sampler
 from lorafusion_jax.generation.text import tokenizer_of_folder
 from lorafusion_jax.models.cache import BLOCK
@@ -36,7 +40,6 @@ from lorafusion_jax.serve.refusals import describe
 from lorafusion_jax.serve.tinker.datums import DatumError
 from lorafusion_jax.serve.tinker.samples import SampleRequest, read_sample, write_samples
 from lorafusion_jax.serve.wire import Message
-from lorafusion_jax.serve.worker.completions import CompletionRequest, Part, Progress, read_completion, write_part
 from lorafusion_jax.serve.worker.link import Link
 from lorafusion_jax.session import AdapterState, Session
 from lorafusion_jax.session.base import device_bytes, memory_problem_here, stages_for
@@ -45,6 +48,34 @@ from lorafusion_jax.session.distant_stage import local_stages
 MOST_SAMPLERS = 64  # snapshots in memory; others are read again
 LONG, LEAST_ROOM = 4096, 1 << 30  # tokens of a long sequence; bytes that samples should have
 Leaves = dict[str, np.ndarray]
+
+
+@dataclass(slots=True)
+class Progress:
+    """How much of each answer was told."""
+
+    told: list[int] = field(default_factory=list[int])
+    ended: set[int] = field(default_factory=set[int])
+
+    def parts(self, answers: Sequence[Answer], *, streamed: bool) -> list[Part]:
+        """What is new since the last call. Answers that are not streamed are told when they end."""
+        self.told = self.told or [0] * len(answers)
+        parts = []
+        for index, answer in enumerate(answers):
+            position, size = self.told[index], len(answer.tokens)
+            has_news = answer.end is not None or (streamed and size > position)
+            if index in self.ended or not has_news:
+                continue
+            parts.append(
+                Part(
+                    index=index, tokens=answer.tokens[position:], logprobs=answer.logprobs[position:],
+                    listed=answer.listed[position:size], end=answer.end, drawn=len(answer.drawn_tokens),
+                )
+            )  # fmt: skip
+            self.told[index] = size
+            if answer.end is not None:
+                self.ended.add(index)
+        return parts
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -344,3 +375,87 @@ class Bank:
                 raise DatumError(f"the adapter has {name}, and no adapter of this session has that")
             if any(size > room for size, room in zip(leaf.shape, self._shapes[name], strict=True)):
                 raise DatumError(f"the adapter has rank {spec.rank}, and the places of this session less")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """Answers to texts, messages or tokens.
+
+    Args:
+        pairs: the tokens of the prompt and the settings of each answer.
+        prompt_tokens: of all prompts, each counted once.
+        is_streamed: whether parts of answers are told before they end.
+        is_scored: whether log p of their tokens is told.
+        streams: of the answers.
+    """
+
+    pairs: list[tuple[list[int], Sampling]]
+    prompt_tokens: int
+    is_streamed: bool
+    is_scored: bool
+    tokenizer: Tokenizer
+    streams: list[TextStream]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What an answer has grown by.
+
+    Attributes:
+        listed: log p of the most probable tokens at each of its tokens.
+        end: why there is no more; None: there may be.
+        drawn: tokens of the whole answer, once it has ended.
+    """
+
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+    listed: list[Listing]
+    end: str | None
+    drawn: int
+
+
+def read_completion(values: Mapping[str, Any], tokenizer: Tokenizer, most_tokens: int) -> CompletionRequest:
+    """Reads what a server asks for, see `serve.api.openai`.
+
+    Args:
+        tokenizer: with the chat template of the adapter.
+        most_tokens: of a prompt and its answer, where the request has no `max_tokens`.
+
+    Raises:
+        LoraFusionError: says what is wrong.
+    """
+    tokenizer.require()
+    if values["messages"] is not None:
+        prompts = [prompt_tokens(values["messages"], tokenizer, where="messages", by_request=True)]
+    else:
+        prompts = [prompt_tokens(prompt, tokenizer, raw=True, where="prompt") for prompt in values["prompts"]]
+    texts, pairs = AnswerTexts(tokenizer), []
+    for prompt in prompts:
+        room = max(1, most_tokens - len(prompt))
+        sampling = Sampling(**{"max_tokens": room, "stop_tokens": tokenizer.stop_ids} | values["sampling"])
+        seeds = [(sampling.seed + number) % (MOST_SEED + 1) for number in range(values["n"])]
+        pairs += [(prompt, replace(sampling, seed=seed)) for seed in seeds]
+    return CompletionRequest(
+        pairs=pairs,
+        prompt_tokens=sum(map(len, prompts)),
+        is_streamed=values["stream"],
+        is_scored=values["scored"],
+        tokenizer=tokenizer,
+        streams=[TextStream(texts, sampling.stop) for _, sampling in pairs],
+    )
+
+
+def write_part(request: CompletionRequest, part: Part) -> Message:
+    """What a server is told of a part."""
+    stream = request.streams[part.index]
+    text = stream.add(part.tokens) if part.end is None else stream.end(part.tokens)
+    message: Message = {"index": part.index, "text": text, "tokens": part.drawn}
+    message["end"] = part.end and ("stop" if part.end == "stop" else "length")
+    if request.is_scored:
+        piece, listings = request.tokenizer.piece, part.listed or [[] for _ in part.tokens]
+        message["logprobs"] = [
+            [piece(token), logprob, [[piece(alternative), value] for alternative, value in listing]]
+            for token, logprob, listing in zip(part.tokens, part.logprobs, listings, strict=True)
+        ]
+    return message
