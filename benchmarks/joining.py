@@ -147,6 +147,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=list(SEARCHES), help="of the part `search`")
+    parser.add_argument("--cells", nargs="+", type=int, help="of the part `sft`, counted from 0 (default: all)")
     add_base_option(parser)
     options = parser.parse_args()
     stop = time.monotonic() + options.budget
@@ -173,7 +174,8 @@ def sft(options: argparse.Namespace, stop: float) -> Iterator[dict[str, Any]]:
     bench = Joining(settings)
     bench.file = options.out / "joining.jsonl"
     alone: set[Cell] = set()
-    for cell in SMALL_CELLS if options.small else CELLS:
+    cells = SMALL_CELLS if options.small else CELLS
+    for cell in cells if options.cells is None else [cells[number] for number in options.cells]:
         bench.cell, settings.batch = cell, cell.batch
         for name in WAYS:
             if time.monotonic() > stop:
