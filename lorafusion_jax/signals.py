@@ -48,8 +48,14 @@ class StopSignals:
         self.last_words = ""
         self.watched = self.ending = False
         self._reported, self._reporting = 0, threading.RLock()
+        self._cut: threading.Event | None = None
+        self._cuts = 0  # interrupts that ended something else than the process
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._can_cut and self._cut is not None:
+            self._cuts += 1
+            self._cut.set()
+            return
         self._calls += 1
         waits = (self._deferring and self._calls == 1) or (self._saving and self._calls == 2)
         self.asked.set()
@@ -66,6 +72,19 @@ class StopSignals:
             yield self.asked
         finally:
             self._deferring -= 1
+
+    @contextmanager
+    def cutting(self) -> Iterator[threading.Event]:
+        """In the body the first interrupt only sets the event: it asks for the end of the body, not of the process."""
+        self._cut = threading.Event()
+        try:
+            yield self._cut
+        finally:
+            self._cut = None
+
+    @property
+    def _can_cut(self) -> bool:
+        return self._cut is not None and not self._cut.is_set()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -93,11 +112,12 @@ class StopSignals:
 
     def _acknowledge(self, reader: socket.socket, writer: socket.socket) -> None:
         del writer  # the socket must live as long as this thread
-        count, ends = 0, False
+        interrupts, others, ends = 0, 0, False
         while not ends:
             for number in reader.recv(1):
                 if number in NUMBERS:
-                    count += 1
+                    interrupts, others = interrupts + (number == NUMBERS[0]), others + (number != NUMBERS[0])
+                    count = others + max(interrupts - self._cuts - self._can_cut, 0)  # Python may not have called yet
                     ends = count > 2 or (count == 2 and not self._saving)
                     self._report(count)
         time.sleep(GRACE_S)
@@ -141,6 +161,13 @@ def deferred_stop() -> Iterator[threading.Event]:
     """Within, the first signal sets the event only; the second raises KeyboardInterrupt."""
     with stop_signals() as handler, handler.deferring() as stop_event:
         yield stop_event
+
+
+@contextmanager
+def cutting() -> Iterator[threading.Event]:
+    """Within, the first interrupt sets the event only: the body ends early, and the process goes on."""
+    with stop_signals() as handler, handler.cutting() as cut:
+        yield cut
 
 
 @contextmanager

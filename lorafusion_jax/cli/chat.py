@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from lorafusion_jax.cli.common import ProgramCache, standard_input
@@ -25,8 +26,9 @@ from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, say
+from lorafusion_jax.signals import cutting
 
-HELP = "/adapter NAME changes the adapter, /new starts again, /exit ends"
+HELP = "/adapter NAME changes the adapter, /new starts again, Ctrl-C cuts an answer, /exit ends"
 FIXES = {  # of errors of a message
     "generate.too-long": "/new starts again, or a shorter message",
     "generate.template": "lorafusion generate --raw: without the template",
@@ -132,25 +134,48 @@ class Conversation:
             )
             for name, messages in chats.items()
         ]
-        alone = _Stream(self._console) if len(rows) == 1 else None
-        texts = self._model(rows, on_text=alone, conversation=self._caches)
-        for text in texts:
-            if alone is None:
-                self._console.print(f"{text.adapter}: ", end="", style="bold")
-                self._console.print(text.text.strip(), markup=False, highlight=False)
-            answer = {"role": "assistant", "content": text.text.strip()}
-            self._messages[text.adapter] = [*chats[text.adapter], answer]
-        if alone is not None:
+        with cutting() as cut:
+            stream = _Stream(self._console if len(rows) == 1 else None, cut)
+            try:
+                texts = [text.text for text in self._model(rows, on_text=stream, conversation=self._caches)]
+            except _Cut:
+                self._caches.forget()
+                texts = [stream.texts.get(index, "") for index in range(len(rows))]
+        for row, text in zip(rows, texts, strict=True):
+            if len(rows) > 1:
+                self._console.print(f"{row.adapter}: ", end="", style="bold")
+                self._console.print(text.strip(), markup=False, highlight=False)
+            if cut.is_set() and not text.strip():
+                continue  # nothing was said
+            answer = {"role": "assistant", "content": text.strip()}
+            self._messages[row.adapter] = [*chats[row.adapter], answer]
+        if len(rows) == 1:
             self._console.print()
 
 
-class _Stream:
-    """Prints a text as it grows. A character whose tokens are not all there yet waits."""
+class _Cut(Exception):
+    """Ctrl-C while an answer is written."""
 
-    def __init__(self, console: Any):
-        self._console, self._shown = console, 0
+
+class _Stream:
+    """Prints a text as it grows. A character whose tokens are not all there yet waits.
+
+    Args:
+        console: None: prints nothing.
+        cut: set where the answers are to end.
+
+    Raises:
+        _Cut: it is set.
+    """
+
+    def __init__(self, console: Any, cut: threading.Event):
+        self._console, self._cut, self._shown = console, cut, 0
+        self.texts: dict[int, str] = {}
 
     def __call__(self, index: int, text: str) -> None:
-        text = text.rstrip("\ufffd")
-        self._console.print(text[self._shown :], end="", markup=False, highlight=False, soft_wrap=True)
-        self._shown = max(self._shown, len(text))
+        self.texts[index] = text = text.rstrip("\ufffd")
+        if self._console is not None:
+            self._console.print(text[self._shown :], end="", markup=False, highlight=False, soft_wrap=True)
+            self._shown = max(self._shown, len(text))
+        if self._cut.is_set():
+            raise _Cut

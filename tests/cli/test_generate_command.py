@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 import lorafusion_jax as lf
 from lorafusion_jax.api.generation import OpenGenerator
+from lorafusion_jax.cli.chat import Conversation
 from lorafusion_jax.config.chat_templates import NAMED
 from lorafusion_jax.data.tokenizer import load_tokenizer, with_template
 from lorafusion_jax.generation.sampling import Sampling
@@ -131,6 +135,37 @@ def test_a_conversation_goes_on_until_the_end_of_input(lorafusion, finished, mon
     assert "generate.too-long" in outcome.out  # of this message only: the conversation goes on
     assert "fix: /new starts again, or a shorter message" in outcome.out
     assert outcome.out.count("> ") >= 8
+
+
+class Talker:
+    """A model of which an interrupt comes after its first word, in its first answer."""
+
+    asked = adapters = ("base",)
+
+    def __init__(self, words):
+        self.words, self.prompts = words, []
+
+    def tokenizer_of(self, name):
+        return SimpleNamespace(chat_template=name)
+
+    def __call__(self, rows, *, on_text, conversation):
+        self.prompts.append(rows[0].prompt)
+        for text in self.words:
+            if len(self.prompts) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            on_text(0, text)
+        return [SimpleNamespace(text=self.words[-1])]
+
+
+@pytest.mark.parametrize("said", ["a set", ""])
+def test_an_interrupt_cuts_an_answer_and_not_the_conversation(said):
+    model = Talker([said, "a set has no order"])
+    conversation = Conversation(model, Sampling(), None, Console(file=io.StringIO()))
+    conversation._answer("What is a set?")
+    conversation._answer("And a list?")
+    turns = [(turn["role"], turn["content"]) for turn in model.prompts[1]]
+    first = [("user", "What is a set?"), ("assistant", said)] if said else []
+    assert turns == [*first, ("user", "And a list?")]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import weakref
 import pytest
 from jax._src import lib as jax_library
 
-from lorafusion_jax.signals import deferred_stop, saving, shown_by, stop_if_asked, stop_signals
+from lorafusion_jax.signals import cutting, deferred_stop, saving, shown_by, stop_if_asked, stop_signals
 
 # The command line, held up in C without a bytecode, as a long compilation does.
 COMPILING = """
@@ -141,6 +141,44 @@ def test_while_the_state_is_saved_the_second_signal_waits_and_the_third_ends():
         "the state is being saved, then it stops",
         "stopping at once",
     ]
+
+
+CUTTING = """
+import os, signal, time
+from lorafusion_jax import signals
+
+signals.GRACE_S = 0.05
+with signals.stop_signals() as handler:
+    handler.watch()
+    for _ in range(3):  # answers of a chat
+        with signals.cutting() as cut:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            print(cut.is_set())
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("stopped")
+    time.sleep(0.3)
+    print("alive")
+"""
+
+
+def test_interrupts_that_cut_something_short_do_not_count():
+    done = subprocess.run([sys.executable, "-c", CUTTING], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["True", "True", "True", "stopped", "alive"]
+    assert done.stderr == "stopping; a second signal stops at once\n"
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)])
+def test_what_can_be_cut_short_can_be_stopped(numbers):
+    def interrupts() -> None:
+        with cutting():
+            for number in numbers:
+                interrupt(number, [])
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupts()
 
 
 def test_training_is_asked_once_and_stopped_by_the_second_signal():
