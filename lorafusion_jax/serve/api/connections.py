@@ -21,6 +21,7 @@ MOST_RESTS = 32  # connections of which that is read at once: each takes a milli
 
 def server_config(app: Any, *, host: str = "127.0.0.1", port: int = 0, **more: Any) -> uvicorn.Config:
     """Settings of the HTTP server."""
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     return uvicorn.Config(
         app,
         host=host,
@@ -34,6 +35,11 @@ def server_config(app: Any, *, host: str = "127.0.0.1", port: int = 0, **more: A
         server_header=False,
         **more,
     )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn is shown: requests that the end of the service cancels have their answers."""
+    return not record.msg.startswith("Cancel %s running task(s)")
 
 
 def allow_files() -> None:
