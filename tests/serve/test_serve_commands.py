@@ -260,12 +260,13 @@ def test_all_addresses_of_a_host_have_one_port(host):
     assert server.in_url(host) == ("[::1]" if host == "::1" else host)
 
 
-def test_a_demo_that_is_stopped_at_once_says_so_in_a_line(running, tmp_path, capsys, monkeypatch):
+def test_a_demo_that_is_stopped_at_once_says_so_in_a_line(tmp_path, tiny_base, capsys, monkeypatch):
     def ends(*_):
         raise ServiceError(503, [{"code": "api.ends", "what": "the service ends."}])
 
     monkeypatch.setattr(Client, "submit", ends)
-    demo.submit_demo("http://127.0.0.1:1", running.service.settings)
+    settings = Settings(home=tmp_path / "home", bases={"tiny": tiny_base}, places={4: 1})
+    demo.submit_demo("http://127.0.0.1:1", settings)
     assert "ask of ana was not submitted: " in capsys.readouterr().out
 
 
