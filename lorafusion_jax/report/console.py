@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.text import Text
-
-SHOWN_PROMPT = 300  # characters
-
 if TYPE_CHECKING:  # rich is imported by the first text: what prints none, such as --help, does not wait for it
     from rich.console import Console
     from rich.table import Table
 
+SHOWN_PROMPT = 300  # characters
 MOST_LINES, LARGEST = 40, 20  # adapters of a table; those shown of more
 
 
@@ -70,6 +66,8 @@ def warn(console: Console, texts: Sequence[str]) -> None:
 
 def show_texts(console: Console, texts: Sequence[tuple[Any, str, str]]) -> None:
     """Prints (prompt, adapter, text); a prompt once before all of its texts, and lines of a text below each other."""
+    from rich.text import Text
+
     width = max((len(adapter) for _, adapter, _ in texts), default=0)
     before: Any = object()
     for prompt, adapter, text in texts:
