@@ -16,16 +16,7 @@ from lorafusion_jax.adapters.tokens import Table
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.objective.replaced_rows import RowsOf
-from lorafusion_jax.session.leaves import (
-    COUNTED,
-    LAYERS,
-    SHARED,
-    TOKENS,
-    Columns,
-    all_columns,
-    own_columns,
-    path_of,
-)
+from lorafusion_jax.session.leaves import COUNTED, LAYERS, SHARED, TOKENS, Columns, all_columns, own_columns, path_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,14 +20,7 @@ from lorafusion_jax.errors import RunError
 from lorafusion_jax.planning.prediction import predicted_run
 from lorafusion_jax.planning.training_plan import slots_of_sizes
 from lorafusion_jax.report.data_notes import data_notes
-from lorafusion_jax.report.events import (
-    AdapterFailed,
-    Listener,
-    PhaseBegun,
-    RunEvent,
-    RunInterrupted,
-    RunStarted,
-)
+from lorafusion_jax.report.events import AdapterFailed, Listener, PhaseBegun, RunEvent, RunInterrupted, RunStarted
 from lorafusion_jax.session.processes import any_process, barrier, is_first
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.signals import deferred_stop

@@ -26,13 +26,7 @@ from lorafusion_jax.serve.control.hub import Connection, Hub
 from lorafusion_jax.serve.control.launch import Launcher
 from lorafusion_jax.serve.control.pace import Pace
 from lorafusion_jax.serve.control.publish import deliveries
-from lorafusion_jax.serve.control.scheduler import (
-    GROUP,
-    Configuration,
-    Scheduler,
-    jobs_tried_alone,
-    plan_of_row,
-)
+from lorafusion_jax.serve.control.scheduler import GROUP, Configuration, Scheduler, jobs_tried_alone, plan_of_row
 from lorafusion_jax.serve.control.session import Session, SessionPlan, drained_sessions, maintenance
 from lorafusion_jax.serve.control.spec import job_values, kind_of, stream_values
 from lorafusion_jax.serve.control.sweep import Sweeper
