@@ -75,9 +75,9 @@ class Limit:
         return f"{100 * self.share:.1f} % of the time: {self.what}; {self.fix}"
 
 
-def plan_statistics(plan: Plan, cost_model: CostModel, *, timeline: Timeline | None = None) -> PlanStatistics:
-    """Computes the statistics of a plan. Times come from the cost model, or from `timeline` if given."""
-    timeline = simulate(plan, cost_model) if timeline is None else timeline
+def plan_statistics(plan: Plan, cost_model: CostModel) -> PlanStatistics:
+    """Computes the statistics of a plan, with the times of a cost model."""
+    timeline = simulate(plan, cost_model)
     padding = int((-plan.parts.tokens % plan.tile_tokens).sum())
     return PlanStatistics(
         slots=plan.num_slots,

@@ -60,12 +60,7 @@ class MergeReport:
 
 
 def merge_adapter(
-    base_dir: str | Path,
-    adapter_dir: str | Path,
-    to_dir: str | Path,
-    *,
-    kind: str | None = None,
-    finish: Callable[[Path], None] | None = None,
+    base_dir: str | Path, adapter_dir: str | Path, to_dir: str | Path, *, kind: str | None = None
 ) -> MergeReport:
     """Writes the base model with the adapter of a PEFT folder merged into its weights.
 
@@ -77,24 +72,16 @@ def merge_adapter(
         base_dir: Hugging Face directory with model.safetensors, or shards and an index.
         adapter_dir, kind: see `read_adapter`.
         to_dir: new or empty folder for weights, index, configuration and tokenizer files.
-        finish: called with the temporary folder before it is renamed to `to_dir`.
 
     Raises:
         CheckpointError: errors of `read_adapter`; `export.exists`; `merge.base`, all tensors of the base that are
             missing or do not fit; `merge.not-finite`.
         RunError: `save.no-space`, `save.failed`.
     """
-    return merge_arrays(base_dir, *read_adapter(adapter_dir, kind), to_dir, finish=finish)
+    return merge_arrays(base_dir, *read_adapter(adapter_dir, kind), to_dir)
 
 
-def merge_arrays(
-    base_dir: str | Path,
-    spec: AdapterSpec,
-    arrays: Arrays,
-    to_dir: str | Path,
-    *,
-    finish: Callable[[Path], None] | None = None,
-) -> MergeReport:
+def merge_arrays(base_dir: str | Path, spec: AdapterSpec, arrays: Arrays, to_dir: str | Path) -> MergeReport:
     """`merge_adapter` for an adapter in memory (`read_adapter`, `take_adapter`)."""
     base_dir = Path(base_dir)
     places, config = _places(base_dir), ModelConfig.from_hf(base_dir)
@@ -112,8 +99,6 @@ def merge_arrays(
                     for kernel, in_rows, merge in _kernels(name, places[name], parts, rows, shifts, spec, arrays):
                         delta, rounding = _merge(stream, kernel, merge, in_rows=in_rows)
                         deltas[name], max_rounding = max(deltas.get(name, 0.0), delta), max(max_rounding, rounding)
-        if finish is not None:
-            finish(folder)
     return MergeReport(deltas=deltas, max_rounding=max_rounding)
 
 

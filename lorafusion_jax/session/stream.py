@@ -173,12 +173,6 @@ class Stream(Source):
         ]
 
     @property
-    def pending(self) -> int:
-        """Number of calls without a result."""
-        with self._lock:
-            return len(self._calls) + len(self._issued)
-
-    @property
     def has_news(self) -> bool:
         """Whether calls were added since the last `cursor`."""
         return self._has_news
