@@ -16,6 +16,7 @@ from lorafusion_jax.api.sampling import SampledSequence, SamplerBank, read_param
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.read import source_of
+from lorafusion_jax.config.stack import check_session_train
 from lorafusion_jax.errors import CallError, CheckpointError, RunError
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.objective.rows import TARGETS, WEIGHTS
@@ -143,6 +144,7 @@ def training_client(
     adapter = {"name": "client", "data": no_data, "lora": {"rank": rank, "alpha": alpha, "targets": targets}}
     job = {name: section for name, section in sections.items() if section is not None} | {"adapters": [adapter]}
     config = parse_config(source_of(job))
+    check_session_train(config.train)
     narrow = None if isinstance(targets, str) else targets
     classes = Places.of({rank: 1} if places is None else places, dropout=False, targets=narrow)
     if not classes.holds("lora", rank):  # before the base is read

@@ -176,20 +176,25 @@ def without_places(config: JobConfig) -> JobConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"places": {}, "resident": None})})
 
 
+OF_SESSIONS = {"remat", "block_layers", "parts", "implementation", "attention", "loss_chunk", "router_aux"}
+
+
 def check_session_train(train: TrainSettings) -> None:
     """Refuses what only a run has: its plan says when an adapter needs its place, and calls and jobs come unforeseen.
 
     Raises:
         ConfigError: `session.train`.
     """
-    for key, value in (("resident", train.resident), ("places", train.places)):
-        if value:
-            raise ConfigError(
-                "session.train",
-                f"train.{key} is of runs; a service or a training client has no plan by which adapters take turns.",
-                why="adapters there hold their place from start to stop, also with reproducible results",
-                fix="leave it out, and say the number of places: serve --places RANK:NUMBER, training_client(places=…)",
-            )
+    defaults = TrainSettings()
+    for key in sorted(train.model_fields_set - OF_SESSIONS):
+        if getattr(train, key) == getattr(defaults, key):
+            continue
+        why, fix = "jobs and calls say themselves how far they train, and what they evaluate", "leave it out"
+        if key in ("places", "resident"):
+            why = "adapters there hold their place from start to stop, also with reproducible results"
+            fix = "leave it out, and say the number of places: serve --places RANK:NUMBER, training_client(places=…)"
+        message = f"train.{key} is of runs: a service or a training client has no plan."
+        raise ConfigError("session.train", message, why=why, fix=fix)
 
 
 def session_config(
@@ -206,7 +211,8 @@ def session_config(
     Raises:
         ConfigError: `session.train`, see `check_session_train`.
     """
-    check_session_train(train)
+    if train.resident or train.places:  # what else is of runs changes nothing: who opens a session for a user checks it
+        check_session_train(train)
     return JobConfig(
         base=base,
         mesh=mesh,

@@ -169,8 +169,10 @@ def test_who_cannot_take_turns_is_named(odd, job):
     assert stack_of(job(odd={"user-3": odd})).index["user-3"] == 3
 
 
-@pytest.mark.parametrize("setting", [{"resident": 4}, {"places": {16: 2}}])
-def test_live_sessions_refuse_to_let_adapters_take_turns(tiny_base, setting):
+@pytest.mark.parametrize(
+    "setting", [{"resident": 4}, {"places": {16: 2}}, {"max_steps": 3}, {"samples": 2, "remat": "nothing"}], ids=str
+)
+def test_live_sessions_refuse_what_only_runs_have(tiny_base, setting):
     with pytest.raises(ConfigError, match="is of runs") as refused:
         training_client({"model": str(tiny_base)}, reproducible=True, train=setting)
     assert refused.value.code == "session.train"
