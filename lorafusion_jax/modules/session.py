@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from lorafusion_jax.tensor_file import write_tensors
 type Row = Mapping[str, Any]  # name → array of one example
 type Loss = Callable[[Any, dict[str, jax.Array]], Any]
 TENSORS, RECORDS = "state.safetensors", "state.json"
+_NEWEST: WeakKeyDictionary[nnx.Module, object] = WeakKeyDictionary()  # model → a mark of the session that trains it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ class Session:
         ragged: names of arrays whose first axis differs between rows, such as tokens and their weights. It is filled
             up with zeros behind its end.
         multiple: lengths of filled arrays are multiples of it: a program compiles for each.
+
+    Another session on the same model replaces this one, whose calls then raise `session.replaced`: both would step.
 
     Raises:
         ConfigError: `session.adapters`, the optimizers are not those of the model's adapters; `session.capacity`;
@@ -101,6 +105,7 @@ class Session:
             multiple,
         )
         self._specs = [adapter_spec(model, name) for name in self.names]
+        self._mark = _NEWEST[model] = object()
         self._graph, lora, self._frozen = nnx.split(model, nnx.LoRAParam, ...)
         self._optimizer = per_adapter({name: optimizers[name] for name in self.names})
         zeros = jnp.zeros(len(self.names))
@@ -132,6 +137,7 @@ class Session:
             ConfigError: `session.rows`, `lora.unknown-adapter`.
             RunError: `session.loss`, the loss has no value for each example.
         """
+        self._check_newest()
         sums = []
         for batch, table, number in self._microbatches(rows):
             sums.append(part := self._gradients(self._state["adapters"], self._frozen, self._state["gradients"], batch,
@@ -160,6 +166,7 @@ class Session:
             RunError: `session.no-rows`, an adapter had none, or all of their weights are 0; `session.not-finite`, its
                 gradient is not finite. It keeps its weights, and what its rows had added is dropped; others step.
         """
+        self._check_newest()
         rows = self._state["rows"]
         if adapters is None:
             names = [name for name, count in zip(self.names, rows, strict=True) if count]
@@ -188,6 +195,15 @@ class Session:
             self.names[n]: SessionStep(step=int(numbers[n]), loss=float(means[n]), grad_norm=float(norms[n]))
             for n in steps
         }
+
+    def _check_newest(self) -> None:
+        if _NEWEST.get(self.model) is not self._mark:
+            raise RunError(
+                "session.replaced",
+                "another session was opened on this model after this one.",
+                why="each would write its own steps over those of the other",
+                fix="go on with the newest session, or train a model of its own",
+            )
 
     def save(self, folder: str | Path) -> Path:
         """Writes adapters, states of optimizers, steps and gradients so far to a new folder, atomically."""

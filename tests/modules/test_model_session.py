@@ -202,3 +202,14 @@ def test_rows_and_losses_that_do_not_fit_are_refused(joint, rows, function, says
 def test_optimizers_are_of_the_adapters():
     with pytest.raises(LoraFusionError, match=r"session\.adapters"):
         lf.Session(opened("law").model, RULES)
+
+
+def test_another_session_on_the_model_replaces_the_first():
+    first = opened("med")
+    first.forward_backward({"med": rows_of("med", 2)}, loss)
+    newest = lf.Session(first.model, {"med": optax.sgd(0.1)}, ragged=("tokens", "weights"), multiple=16)
+    for call in (first.optim_step, lambda: first.forward_backward({"med": rows_of("med", 2)}, loss)):
+        with pytest.raises(LoraFusionError, match=r"session\.replaced"):
+            call()
+    newest.forward_backward({"med": rows_of("med", 2)}, loss)
+    assert newest.optim_step()["med"].step == 1
