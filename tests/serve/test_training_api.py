@@ -712,7 +712,11 @@ def test_a_load_runs_again_though_its_checkpoint_is_gone(tmp_path, tiny_base, mo
 def test_samplers_are_named_and_sample_what_was_saved(model, service):
     model.result(model.rows(ROWS[:1]))
     model.result(model.step())
-    made = model.result(save(model, "save_weights_for_sampler", None, sampling_session_seq_id=0))
+    first = save(model, "save_weights_for_sampler", None, sampling_session_seq_id=0)
+    repeated = {"model_id": model.id, "seq_id": model.seq, "sampling_session_seq_id": 7}  # the SDK draws it anew
+    assert model.ask("/save_weights_for_sampler", repeated) == first
+    made = model.result(first)
+    assert made["sampling_session_id"].endswith(":0")
     named = model.result(save(model, "save_weights_for_sampler", "out"))["path"]
     body = {"session_id": model.session, "sampling_session_seq_id": 1, "model_path": named}
     assert service.ask("POST", "/create_sampling_session", body, owner="ben")[0] == 404

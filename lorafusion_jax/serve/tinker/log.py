@@ -23,7 +23,8 @@ from lorafusion_jax.serve.tinker.futures import Row, add_future, find_future
 MOST_WAITING = 4096  # requests of a model, or samples of a sampler
 MOST_BYTES = 256 << 20  # of the requests of an owner that wait
 MISSING = "missing"  # kind of a request that never came
-OF_THE_SERVICE = ("refused", "folder")  # values of a request that its client has not sent
+# Values that may differ where a request is repeated: of the service, and a number that the SDK draws anew each time.
+NOT_COMPARED = ("refused", "folder", "sampler")
 GAP_S = 600.0  # that requests wait for one before them; the SDK sends it again for 5 minutes
 ALIVE_S = 300.0  # after the last sign of its client a session counts as gone, and its models leave their places
 
@@ -148,7 +149,7 @@ def _difference(first_kind: str, first: Row | None, kind: str, values: Row, body
         return ""
     if body is not None and body.size != first["bytes"]:
         return f"{kind} with other rows, of {first['bytes']} bytes instead of {body.size}"
-    changed = [key for key in values if key not in OF_THE_SERVICE and values[key] != first["body"].get(key)]
+    changed = [key for key in values if key not in NOT_COMPARED and values[key] != first["body"].get(key)]
     return f"{kind} with other values of {', '.join(changed)}" if changed else ""
 
 
