@@ -5,14 +5,14 @@ from __future__ import annotations
 from benchmarks.csv_rows import Row, markdown
 from benchmarks.csv_rows import rows as rows_of
 
-JOINING, SEARCH = "joining_h200_2026-11-29/joining.jsonl", "joining_h200_2026-11-30/joining.jsonl"
+JOINING = [f"joining_h200_{day}/joining.jsonl" for day in ("2026-11-29", "2026-11-30b")]
 PEERS = {day: f"joining_h200_{day}/peers.jsonl" for day in ("2026-11-29", "2026-11-30")}  # each day another machine
 LEARNING = "learning_cpu_2026-11-29/learning.jsonl"
-CELL = ("batch", "rank", "tokens", "quantize")
+CELL = ("quantize", "rank", "tokens", "adapters", "batch")
 
 
 def _measured(part: str) -> list[Row]:
-    return [row for row in rows_of(JOINING) if row["part"] == part and "error" not in row]
+    return [row for file in JOINING for row in rows_of(file) if row["part"] == part and "error" not in row]
 
 
 def joining() -> str:
@@ -20,7 +20,7 @@ def joining() -> str:
     rows = _measured("sft")
     alone = {tuple(row[key] for key in CELL): row for row in rows if row["way"] == "one by one"}
     lines = []
-    for row in sorted(rows, key=lambda row: row["batch"]):
+    for row in sorted(rows, key=lambda row: (row["quantize"] != "none", *(row[key] for key in CELL[1:]))):
         if row["way"] == "one by one" or (one := alone.get(tuple(row[key] for key in CELL))) is None:
             continue
         ratio = row["useful_tokens_per_s"] / one["useful_tokens_per_s"]
@@ -60,7 +60,7 @@ def _thousands(row: Row | None) -> str:
 
 def joining_search() -> str:
     """A search of all points together, and what PEFT's rates make of it: as many tokens at each number of rows."""
-    rows = [row for row in rows_of(SEARCH) if "error" not in row and row["quantize"] == "none"]
+    rows = [row for row in _measured("search") if row["quantize"] == "none"]
     tokens = next(row["tokens"] for row in rows if row["phase"] == "planned")
     newest = _peft("2026-11-30")
     peft_s = []
