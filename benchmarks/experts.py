@@ -23,6 +23,7 @@ from flax import nnx
 
 from benchmarks.conditions import conditions
 from benchmarks.harness import add_row, command_line
+from benchmarks.saved_model import config_json
 from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.models import ModelConfig, Segments
@@ -244,7 +245,7 @@ def _peft_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
         yield {"section": "peft", "failed": str(missing)}
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type")}
+    shape = {key: value for key, value in config_json(config).items() if key not in ("architectures", "model_type")}
     hf = transformers.Qwen3MoeConfig(**shape)
     for name, parameters in (
         ("attention", None),

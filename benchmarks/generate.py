@@ -36,6 +36,7 @@ import numpy as np
 
 from benchmarks.conditions import conditions
 from benchmarks.harness import add_row, command_line
+from benchmarks.saved_model import config_json
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.generation import packing, passes, row_adapters
@@ -388,7 +389,7 @@ def _peft_rows(
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    shape = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type")}
+    shape = {key: value for key, value in config_json(config).items() if key not in ("architectures", "model_type")}
     hf = transformers.Qwen3Config(**shape | {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": None})
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):

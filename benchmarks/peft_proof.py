@@ -102,7 +102,8 @@ def write_random_case(folder: Path, name: str, seed: int) -> None:
     import jax.numpy as jnp
     from flax import nnx
 
-    from lorafusion_jax.models import Decoder, ModelConfig, RopeScaling, save_decoder
+    from benchmarks.saved_model import save_decoder
+    from lorafusion_jax.models import Decoder, ModelConfig, RopeScaling
     from lorafusion_jax.modules import AdapterSpec
     from lorafusion_jax.peft.folder import export_adapter
     from lorafusion_jax.peft.merge import merge_adapter

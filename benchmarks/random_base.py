@@ -26,13 +26,14 @@ from lorafusion_jax.examples import examples_directory
 FIRST = "model.layers.0."
 INDEX = "model.safetensors.index.json"  # is written last
 WRITE = """
-import sys, json, jax.numpy as jnp
+import sys, json, pathlib, jax.numpy as jnp
 from flax import nnx
-from lorafusion_jax.models import Decoder, ModelConfig, RopeScaling, save_decoder
+from benchmarks.saved_model import save_decoder
+from lorafusion_jax.models import Decoder, ModelConfig, RopeScaling
 shape = json.loads(sys.argv[2])
 scaling = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 config = ModelConfig(family="llama", rope_scaling=scaling, max_positions=131072, **shape)
-save_decoder(Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), sys.argv[1], shard_bytes=5 * 2**30)
+save_decoder(Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), pathlib.Path(sys.argv[1]))
 """
 
 
@@ -71,7 +72,7 @@ def random_base(folder: Path, *, small: bool) -> Path:
 
 
 def write_base(base: Path, shape: dict, layers: int) -> None:
-    """One layer by the product's own writer, then copies of it under the names of the others."""
+    """One layer, then copies of it under the names of the others."""
     one_layer = json.dumps(shape | {"num_layers": 1})
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", WRITE, str(base), one_layer], check=True, env=environment)

@@ -140,7 +140,15 @@ def write_model(out: Path, model: ModelConfig, params) -> None:
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # safetensors makes it private
-    config = model.to_hf() | {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0, "torch_dtype": "bfloat16"}
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": model.family,
+        "vocab_size": model.vocab_size, "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers, "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim, "hidden_act": model.activation,
+        "rms_norm_eps": model.norm_eps, "tie_word_embeddings": model.tie_embeddings,
+        "max_position_embeddings": model.max_positions, "rope_theta": model.rope_theta,
+        "eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0, "torch_dtype": "bfloat16",
+    }  # fmt: skip
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}, indent=2) + "\n")
 

@@ -258,7 +258,8 @@ def write_base(directory: Path, **changes) -> Path:
     import jax.numpy as jnp
     from flax import nnx
 
-    from lorafusion_jax.models import Decoder, ModelConfig, save_decoder
+    from benchmarks.saved_model import save_decoder
+    from lorafusion_jax.models import Decoder, ModelConfig
 
     shape = {
         "family": "llama",

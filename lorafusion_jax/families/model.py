@@ -31,7 +31,6 @@ from lorafusion_jax.families.read import translate
 from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.families.table import known_models
-from lorafusion_jax.families.write import config_json
 from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, HALVES, WIDE_MLP, Half, Linear, saved_path
 from lorafusion_jax.readable import SETTINGS, read_text
 from lorafusion_jax.weights.packed import Packed
@@ -177,10 +176,6 @@ class ModelConfig:
             why=f"supported families: {known_models()}",
             fix="choose a base model of these families" + (", or a copy of it that is not quantised" * quantised),
         )
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns a config.json for `from_hf` and other libraries."""
-        return config_json(self)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:

@@ -157,18 +157,6 @@ def read_parts(parts: tuple[Part, ...], stored: Mapping[str, Stored], index: tup
     return rectangle
 
 
-def write_part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:
-    """The tensor of a part, from [N, E · K]."""
-    rows, columns = part.rectangle
-    values = kernel_NEK[part.row : part.row + rows, part.column : part.column + columns]
-    if part.turned:
-        return values.T
-    if len(part.shape) <= 2:
-        return values.reshape(part.shape)
-    order = (1, 0, 2) if part.transposed else (1, 2, 0)
-    return values.reshape(rows, part.shape[0], -1).transpose(order)
-
-
 def _read(part: Part, stored: Mapping[str, Stored], rows: slice, columns: slice) -> np.ndarray:
     if part.packed is not None:
         return _read_packed(part, part.packed, stored, rows, columns)

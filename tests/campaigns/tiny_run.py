@@ -44,8 +44,9 @@ def write_base(folder: Path, **changes: Any) -> Path:
     import jax.numpy as jnp
     from flax import nnx
 
+    from benchmarks.saved_model import save_decoder
     from lorafusion_jax.examples import examples_directory
-    from lorafusion_jax.models import Decoder, ModelConfig, save_decoder
+    from lorafusion_jax.models import Decoder, ModelConfig
 
     save_decoder(Decoder(ModelConfig(**SHAPE | changes), dtype=jnp.float32, rngs=nnx.Rngs(0)), folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

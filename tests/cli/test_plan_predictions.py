@@ -9,6 +9,7 @@ from typing import get_args, get_type_hints
 import pytest
 from shapes import LLAMA_8B, LLAMA_70B
 
+from benchmarks.saved_model import config_json
 from lorafusion_jax.cli.plan import command
 from lorafusion_jax.cli.running import compare_with_prediction
 from lorafusion_jax.log_file import read_rows
@@ -32,7 +33,7 @@ def large(job, tmp_path):
     """The job over a base of Llama-3.1-8B's shape: no weights are read when planning."""
     base = tmp_path / "large"
     base.mkdir()
-    (base / "config.json").write_text(json.dumps(LLAMA_8B.to_hf()))
+    (base / "config.json").write_text(json.dumps(config_json(LLAMA_8B)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (base / name).write_bytes((job.folder / job.values["base"]["model"] / name).read_bytes())
     job.values.update({"base": {"model": str(base)}, "batch": {"capacity_tokens": 8192}})
@@ -206,7 +207,7 @@ def test_a_model_that_cannot_be_run_is_planned_without_predictions(lorafusion, l
 @pytest.mark.parametrize("shape", [LLAMA_8B, LLAMA_70B])
 @pytest.mark.parametrize("mesh", [(), ("mesh.stages=4",), ("mesh.data=2",), ("mesh.stages=2", "mesh.fsdp=2")])
 def test_the_floor_is_below_the_prediction_and_not_far(lorafusion, large, shape, mesh):
-    (large.folder / "large" / "config.json").write_text(json.dumps(shape.to_hf()))
+    (large.folder / "large" / "config.json").write_text(json.dumps(config_json(shape)))
     numbers = plan(lorafusion, large, *mesh, "--device", "h200")
     share = numbers["floor_s"] / numbers["predicted"]["seconds"]
     assert share < 0.9

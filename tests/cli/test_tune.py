@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from more_cases import nightly
 
+from benchmarks.saved_model import config_json
 from lorafusion_jax.cli import job_calls
 from lorafusion_jax.cli.job_calls import LayerCalls
 from lorafusion_jax.cli.tune import layer_specs
@@ -56,7 +57,7 @@ def wide_job(job):
     )  # fmt: skip
     base = job.folder / "wide"
     base.mkdir()
-    (base / "config.json").write_text(json.dumps(config.to_hf()))
+    (base / "config.json").write_text(json.dumps(config_json(config)))
     job.values["base"]["model"] = str(base)
     job.values["batch"] = {"capacity_tokens": 256, "tile_tokens": 128}
     return job.write()

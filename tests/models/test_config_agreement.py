@@ -8,6 +8,7 @@ import pytest
 from published import SERVED
 from test_saved_configs import DEFAULTS as SAVED
 
+from benchmarks.saved_model import config_json
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.multimodal import WRAPPERS
@@ -245,7 +246,7 @@ def test_keys_that_a_family_renames_are_read_without_a_default(keys, spelled, mo
     monkeypatch.setitem(FAMILIES, "spin", row)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = ModelConfig.from_hf({"model_type": "spin", "vocab_size": 64, **sizes, **spelled})
-    assert ModelConfig.from_hf(config.to_hf()) == config
+    assert ModelConfig.from_hf(config_json(config)) == config
     assert config.rope_channels == (4 if "spin" in keys else None)
     assert [layer.attention.rope is None for layer in config.layers] == [False, "bare" in keys]
     with pytest.raises(CheckpointError, match="is spin here" if "spin" in keys else "entries|layers of type|not"):

@@ -1,5 +1,6 @@
-"""Loading and saving Hugging Face directories: sharding, round trips, and invalid directories."""
+"""Loading Hugging Face directories: sharding, and invalid directories."""
 
+import dataclasses
 import json
 import shutil
 import tracemalloc
@@ -14,10 +15,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.saved_model import save_decoder
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_weights import header_problems
-from lorafusion_jax.errors import CheckpointError, ErrorList, RunError
-from lorafusion_jax.models import Decoder, ModelConfig, Segments, load_decoder, loading, save_decoder
+from lorafusion_jax.errors import CheckpointError, ErrorList
+from lorafusion_jax.models import Decoder, ModelConfig, Segments, load_decoder, loading
 
 ADAPTERS = (
     AdapterSpec(name="a", rank=2, alpha=4),
@@ -101,55 +103,16 @@ def test_each_device_reads_and_holds_its_part(monkeypatch):
     assert most["model.embed_tokens.weight"] == 48 * 16 // 2, "a device read more than its part"
 
 
-@pytest.mark.parametrize("shard_bytes", [10**9, 8000], ids=["one file", "shards"])
-def test_saved_model_equals_the_loaded_model(tmp_path, shard_bytes):
-    model = load_decoder(PLAIN, ADAPTERS, dtype=jnp.bfloat16)
-    out = save_decoder(model, tmp_path / "out", shard_bytes=shard_bytes)
-    assert (out / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
-    assert all(file.stat().st_size < shard_bytes + 4096 for file in out.glob("*.safetensors"))
+def test_shards_are_read_as_one_file_is(tmp_path):
     chex.assert_trees_all_equal(
-        leaves(load_decoder(out, dtype=jnp.bfloat16)), leaves(load_decoder(PLAIN, dtype=jnp.bfloat16))
+        leaves(load_decoder(sharded(tmp_path), dtype=jnp.bfloat16)), leaves(load_decoder(PLAIN, dtype=jnp.bfloat16))
     )
-
-
-def test_saved_file_equals_the_original(tmp_path):
-    out = save_decoder(load_decoder(PLAIN, dtype=jnp.float32), tmp_path / "out", source_dir=PLAIN)
-    chex.assert_trees_all_equal(load_file(out / "model.safetensors"), load_file(PLAIN / "model.safetensors"))
-    assert (out / "config.json").read_bytes() == (PLAIN / "config.json").read_bytes()
-
-
-def test_edit_changes_what_is_written(tmp_path):
-    model = load_decoder(PLAIN, dtype=jnp.float32)
-    out = save_decoder(
-        model, tmp_path / "out", edit=lambda name, x: x + 1 if name == "layers.1.self_attn.q_proj.kernel" else x
-    )
-    before, after = load_file(PLAIN / "model.safetensors"), load_file(out / "model.safetensors")
-    changed = [name for name in before if not np.array_equal(before[name], after[name])]
-    assert changed == ["model.layers.1.self_attn.q_proj.weight"]
-
-
-def test_failed_save_leaves_no_files(tmp_path, monkeypatch):
-    model = load_decoder(PLAIN, dtype=jnp.float32)
-
-    def full_disk(fd):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full_disk)
-    with pytest.raises(RunError, match="No space left"):
-        save_decoder(model, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_existing_folder_is_not_overwritten(model_dir):
-    with pytest.raises(CheckpointError, match="the folder is not empty"):
-        save_decoder(load_decoder(model_dir, dtype=jnp.float32), model_dir)
-    load_decoder(model_dir)
 
 
 def test_host_holds_about_one_tensor(tmp_path):
-    config = ModelConfig.from_hf(PLAIN).to_hf() | {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 8}
-    big = Decoder(ModelConfig.from_hf(config | {"intermediate_size": 1024}), dtype=jnp.float32)
-    save_decoder(big, tmp_path / "big", shard_bytes=4 * 2**20)
+    wide = {"hidden_size": 256, "head_dim": 64, "num_layers": 8, "intermediate_size": 1024}
+    big = Decoder(dataclasses.replace(ModelConfig.from_hf(PLAIN), **wide), dtype=jnp.float32)
+    save_decoder(big, tmp_path / "big")
     tracemalloc.start()
     try:
         load_decoder(tmp_path / "big", dtype=jnp.bfloat16)
@@ -233,7 +196,16 @@ def test_a_tensor_that_is_named_twice_is_refused(model_dir):
 
 
 def sharded(tmp_path):
-    return save_decoder(load_decoder(PLAIN, dtype=jnp.float32), tmp_path / "sharded", shard_bytes=8000)
+    """The model in a file for each of its tensors."""
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    shutil.copyfile(PLAIN / "config.json", folder / "config.json")
+    tensors = load_file(PLAIN / "model.safetensors")
+    files = {name: f"model-{number:05}.safetensors" for number, name in enumerate(tensors, 1)}
+    for name, file in files.items():
+        save_file({name: tensors[name]}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
 
 
 def test_all_broken_shards_are_named(tmp_path):

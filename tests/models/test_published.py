@@ -10,6 +10,7 @@ from drawn import GOLDEN
 from published import REFUSED, SERVED
 from test_drawn_families import ROWS
 
+from benchmarks.saved_model import config_json
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.hf_config import HARMLESS
 from lorafusion_jax.families.refused import REFUSED as REFUSED_FAMILIES
@@ -54,7 +55,7 @@ def test_published_models_are_read_and_written(name):
     assert len(config.layers) == raw.get("num_hidden_layers", raw.get("n_layer"))
     if name in BILLION:
         assert config.num_parameters / 1e9 == pytest.approx(BILLION[name], rel=0.01)
-    assert ModelConfig.from_hf(config.to_hf()) == replace(config, packed=None)  # it is written plain
+    assert ModelConfig.from_hf(config_json(config)) == replace(config, packed=None)  # it is written plain
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from published import SERVED
 
+from benchmarks.saved_model import config_json
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.models import ModelConfig
@@ -48,7 +49,7 @@ def test_a_key_that_is_missing_has_the_value_of_transformers(family):
     """Or is an error, for a size without which nobody knows the model."""
     saved = DEFAULTS[family]
     config = ModelConfig.from_hf(saved)
-    assert ModelConfig.from_hf(config.to_hf()) == config
+    assert ModelConfig.from_hf(config_json(config)) == config
     sizes = {*SIZES} - FAMILIES[family].reads.keys()
     for key in saved.keys() - {"model_type"}:
         without = {name: value for name, value in saved.items() if name != key}
@@ -130,11 +131,11 @@ def test_models_whose_layers_are_all_alike_keep_what_these_have(types, changes):
     assert heads == {16 if types == "fff" else 8}
     assert {layer.attention.k_is_v for layer in config.layers} == {changes.get("attention_k_eq_v", False)}
     assert {layer.attention.rope.share for layer in config.layers} == {0.25}
-    assert ModelConfig.from_hf(config.to_hf()) == config
+    assert ModelConfig.from_hf(config_json(config)) == config
 
 
 def test_a_model_of_delta_nets_only_has_no_attention():
     saved = DEFAULTS["qwen3_5_text"] | {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}
     config = ModelConfig.from_hf(saved)
     assert [type(layer.attention).__name__ for layer in config.layers] == ["DeltaNet"] * 2
-    assert ModelConfig.from_hf(config.to_hf()) == config
+    assert ModelConfig.from_hf(config_json(config)) == config

@@ -1,24 +1,63 @@
-"""Writes the config.json of a model: the inverse of `families.read`."""
+"""Writes a decoder as a Hugging Face model directory: bases of tests and benchmarks. The product only reads them."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
 from lorafusion_jax.families.family import Family
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.pattern import DENSE, SPARSE
 from lorafusion_jax.families.read_rope import CHUNKED, FULL, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import PARALLEL
+from lorafusion_jax.models.decoder import Decoder
+from lorafusion_jax.models.expert_files import Part
+from lorafusion_jax.models.naming import frozen_tensors
+from lorafusion_jax.tensor_file import write_tensors
+from lorafusion_jax.weights.checkpoint_formats import SINGLE
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2", "xielu": "xielu"}
 
 
-def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
-    """Returns a config.json for `ModelConfig.from_hf` and other libraries."""
+def save_decoder(model: Decoder, folder: Path) -> Path:
+    """Writes the frozen leaves in one file, with the dtype that they have, and a config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    leaves, tensors = dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.LoRAParam)))), {}
+    for tensor in frozen_tensors(model):
+        x = np.asarray(leaves[tensor.path][...])
+        x = x.T if tensor.transposed else x
+        tensors |= {part.name: _part(part, x) for part in tensor.parts} or {tensor.name: x}
+    write_tensors(folder / SINGLE, tensors)
+    kind = jnp.dtype(model.embed_tokens.weight.dtype).name
+    text = json.dumps(config_json(model.config) | {"torch_dtype": kind}, indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    return folder
+
+
+def _part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:
+    """The tensor of a part, from [N, E · K]."""
+    rows, columns = part.rectangle
+    values = kernel_NEK[part.row : part.row + rows, part.column : part.column + columns]
+    if part.turned:
+        return values.T
+    if len(part.shape) <= 2:
+        return values.reshape(part.shape)
+    order = (1, 0, 2) if part.transposed else (1, 2, 0)
+    return values.reshape(rows, part.shape[0], -1).transpose(order)
+
+
+def config_json(model: ModelConfig) -> dict[str, Any]:
+    """Returns a config.json for `ModelConfig.from_hf` and other libraries: the inverse of `families.read`."""
     family = family_named(model.family)
     out = _common(model, family) | _ropes(model, family)
     optional = (
@@ -52,7 +91,7 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
     return {family.key_of(key): value for key, value in out.items()} | dict(model.dropouts)
 
 
-def _common(model: Any, family: Family) -> dict[str, Any]:
+def _common(model: ModelConfig, family: Family) -> dict[str, Any]:
     return {
         "architectures": [family.architectures[0]],
         "model_type": model.family,
@@ -70,7 +109,7 @@ def _common(model: Any, family: Family) -> dict[str, Any]:
     }
 
 
-def _experts(model: Any) -> dict[str, Any]:
+def _experts(model: ModelConfig) -> dict[str, Any]:
     experts = model.experts
     if experts is None:
         return {"num_experts": 0, "shared_intermediate_size": model.intermediate_size}
@@ -99,7 +138,7 @@ def _experts(model: Any) -> dict[str, Any]:
     }
 
 
-def _delta_net(model: Any) -> dict[str, Any]:
+def _delta_net(model: ModelConfig) -> dict[str, Any]:
     net = model.delta_net
     if net is None:
         return {}
@@ -114,7 +153,7 @@ def _delta_net(model: Any) -> dict[str, Any]:
     }
 
 
-def _mixer(model: Any) -> dict[str, Any]:
+def _mixer(model: ModelConfig) -> dict[str, Any]:
     mixer = model.mixer
     if mixer is None:
         return {}
@@ -160,7 +199,7 @@ def _mixer(model: Any) -> dict[str, Any]:
     }
 
 
-def _latent(model: Any) -> dict[str, Any]:
+def _latent(model: ModelConfig) -> dict[str, Any]:
     latent = model.latent
     if latent is None:
         return {}
@@ -174,7 +213,7 @@ def _latent(model: Any) -> dict[str, Any]:
     }
 
 
-def _windows(model: Any, family: Family) -> dict[str, Any]:
+def _windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     types = [layer.attention.window for layer in model.layers]
     window = next((window for window in types if window is not None), None)
     turns = [layer.attention.rope is not None and layer.attention.rope.share > 0 for layer in model.layers]
@@ -196,7 +235,7 @@ def _windows(model: Any, family: Family) -> dict[str, Any]:
     }
 
 
-def _full_layers(model: Any) -> dict[str, Any]:
+def _full_layers(model: ModelConfig) -> dict[str, Any]:
     full = next((kind for kind in model.pattern if kind.head_dim is not None), None)
     if full is None:
         return {}
@@ -211,7 +250,7 @@ def _full_layers(model: Any) -> dict[str, Any]:
     }
 
 
-def _ropes(model: Any, family: Family) -> dict[str, Any]:
+def _ropes(model: ModelConfig, family: Family) -> dict[str, Any]:
     """Both formats, for old and new readers, where one rope serves all layers; else the newer one."""
     ropes = [rope for rope in model.ropes if rope.share]
     if len(ropes) > 1 or family.scaled_layers == FULL:
@@ -225,7 +264,7 @@ def _ropes(model: Any, family: Family) -> dict[str, Any]:
     return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling, "rope_parameters": rope}
 
 
-def _rope(rope: Rope, model: Any, family: Family) -> dict[str, Any]:
+def _rope(rope: Rope, model: ModelConfig, family: Family) -> dict[str, Any]:
     out: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.share != 1:
         return out | {"rope_type": "proportional", "partial_rotary_factor": rope.share} | _factor(rope)
