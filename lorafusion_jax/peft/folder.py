@@ -252,7 +252,7 @@ def _read(folder: Path, kind: str | None = None, head: Head | None = None) -> tu
     if len(text_tensors) < len(stored):
         why = "the text part of a multimodal model has two names in it"
         raise CheckpointError("peft.tensors", f"{TENSOR_FILE} does not hold one adapter.", where=where, why=why)
-    tensors = from_file(text_tensors, raw, where)
+    tensors, raw = from_file(text_tensors, raw, where)
     kind = kind_of(raw) if kind is None else kind
     paths, name, settings = _paths(tensors, adapter_kind(kind)), folder.resolve().name, str(folder / CONFIG_FILE)
     described = describe(raw, paths, name, settings, kind=kind, head=head, root=root_of(stored))

@@ -82,6 +82,7 @@ class Described:
         ranks: path of a projection, e.g. "layers.0.self_attn.q_proj" → its own rank.
         layers: that carry the adapter; None: all, or those that the tensors speak of.
         some_layers: the adapter may be on some layers or projections of a layer only.
+        as_parameters: PEFT trains weights of MLPs as parameters, because other layers have experts.
         has_scale: whether alpha and rslora mean anything; they do not for some kinds.
         root: what the folder calls the text part's "model.": other words in adapters of a multimodal model.
         base: name or path of the base model, "" where the file does not say.
@@ -92,6 +93,7 @@ class Described:
     ranks: Mapping[str, int]
     layers: tuple[int, ...] | None
     some_layers: bool
+    as_parameters: bool
     has_scale: bool
     root: str
     base: str
@@ -223,7 +225,7 @@ def describe(
     tokens = _tokens(raw, adapter_kind(kind), name, where, errors)
     raise_all(errors)
     ranks = dict.fromkeys(paths, rank) if patterns is None else {path: patterns.rank_of(path) for path in paths}
-    base, revision = raw.get("base_model_name_or_path"), raw.get("revision")
+    base, revision, parameters = (raw.get(key) for key in ("base_model_name_or_path", "revision", "target_parameters"))
     return Described(
         spec=AdapterSpec(
             name=name,
@@ -240,6 +242,7 @@ def describe(
         ranks=ranks,
         layers=layers,
         some_layers=_some_layers(raw),
+        as_parameters=isinstance(parameters, list) and any(str(name).endswith(WEIGHT) for name in parameters),
         has_scale=has_scale,
         root=root,
         base=base if isinstance(base, str) else "",

@@ -95,8 +95,9 @@ def _required_paths(paths: Sequence[str], described: Described) -> Iterable[str]
                 return True  # the values of a layer may be its keys
         if one_half:
             return path not in paths
-        part = path.split(".")[2]  # some layers may have experts in place of `feed_forward`
-        return path not in paths and module not in modules and ((mixed and part in MIXERS) or part == FEED_FORWARD)
+        part = path.split(".")[2]  # some layers may have experts in place of `feed_forward`, or of an MLP
+        in_some = (mixed and part in MIXERS) or part == FEED_FORWARD or (described.as_parameters and part == "mlp")
+        return path not in paths and module not in modules and in_some and not _of_experts(path)
 
     return [path for path in every if described.spec.has(path) and not may_lack(path)]
 

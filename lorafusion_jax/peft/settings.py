@@ -32,7 +32,7 @@ from lorafusion_jax.layout.layer import (
     peft_path,
     saved_path,
 )
-from lorafusion_jax.peft.experts import our_key, targets_of
+from lorafusion_jax.peft.experts import our_key, targets_of, with_one_rank
 from lorafusion_jax.peft.read_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
 from lorafusion_jax.readable import check_regular
 
@@ -67,6 +67,7 @@ def describe_folder(folder: Path, kind: str | None = None) -> Described:
     kind = kind_of(raw) if kind is None else BIASED if biased else kind
     names = {leaf.peft_name for leaf in adapter_kind(kind).of_projections}
     paths, root = _projections(folder, names, targets_of(raw))
+    raw = with_one_rank(raw, paths)
     return describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind, root=root)
 
 

@@ -45,7 +45,9 @@ def config_of(
     >>> config_of(AdapterSpec(name="law", rank=8, alpha=16), "org/base")["target_modules"][:2]
     ['q_proj', 'k_proj']
     """
-    modules, parameters = named_in_peft(spec.targets, paths)
+    patterns = spec.patterns
+    lets_out = patterns is not None and (patterns.layers is not None or bool(patterns.exclude))
+    modules, parameters = named_in_peft(spec.targets, paths, lets_out=lets_out)
     config: dict[str, Any] = {} if base_quantize == NONE else {"base_quantize": base_quantize}
     config |= {
         "peft_type": LORA,
