@@ -156,6 +156,30 @@ CELLS = (
     Cell(name="8b_data1", gpus=1, seconds=95, command=REPLICAS),
     # Four adapters with batches of 8 fill four replicas' microbatches to 95.6 %, with batches of 16 to 98.6 %.
     Cell(name="8b_data4_large", gpus=4, seconds=100, command=f"{REPLICAS} --data 4 --batch 16"),
+    Cell(name="8b_data8", gpus=8, seconds=120, command=f"{REPLICAS} --data 8 --batch 16"),
+    Cell(
+        name="8b_tensor4", gpus=4, seconds=260,
+        command="tensor --gpus 4 --adapters 4 --meshes one tensor parts data --seconds 240",
+    ),
+    Cell(
+        name="70b_fp8", gpus=4, seconds=300,
+        command="end_to_end --model 70b --stages 2 --data 2 --capacity 6144 --batch 16 --workloads mix"
+        " --variants ours_fp8 --no-profile",
+    ),
+    *(
+        Cell(
+            name=f"70b_start_{stages}", gpus=stages, seconds=580,
+            command=f"starting --work /dev/shm --shape llama-70b --stages {stages} --repeats 10 --until-first-step"
+            " --seconds 480",
+        )
+        for stages in (4, 8)
+    ),
+    Cell(
+        name="235b_fp8", gpus=8, seconds=400,
+        command="end_to_end --model qwen3-235b-a22b --stages 8 --capacity 4096 --batch 16 --workloads mix"
+        " --variants ours_fp8 --no-profile",
+    ),
+    Cell(name="policy_4", gpus=4, seconds=590, command="live_policy --work /dev/shm --gpus 4 --over 300"),
     Cell(name="8b_data1_large", gpus=1, seconds=95, command=f"{REPLICAS} --batch 16"),
 )  # fmt: skip
 

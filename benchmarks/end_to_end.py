@@ -3,6 +3,7 @@
     python -m benchmarks.end_to_end --model 8b --workloads xsum cnn wiki mix het --out results   # one GPU
     python -m benchmarks.end_to_end --model 32b --stages 2 --out results                         # two
     python -m benchmarks.end_to_end --model 70b --stages 4 --capacity 6144 --batch 16 --out results
+    python -m benchmarks.end_to_end --model qwen3-235b-a22b --stages 8 --workloads mix --variants ours_fp8 --out results
     python -m benchmarks.end_to_end --model tiny --stages 2 --out /tmp/try                       # a trial on a CPU
 
 Random tokens with the length distributions of five workloads, four adapters (r 16, alpha 32, dropout 0.1), real loss
@@ -56,7 +57,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.conditions import conditions
-from benchmarks.end_to_end_inputs import GEMMA_4_E2B, GPT_OSS_20B, random_base, random_data, random_pairs
+from benchmarks.end_to_end_inputs import (
+    GEMMA_4_E2B,
+    GPT_OSS_20B,
+    QWEN3_235B,
+    random_base,
+    random_data,
+    random_pairs,
+)
 from benchmarks.end_to_end_report import report
 from benchmarks.frozen import FrozenStage, without_lora, without_updates
 from benchmarks.gpu_state import GpuState
@@ -106,7 +114,7 @@ from scheduling.comparison import host_wait_s
 from scheduling.pipeline import Program, one_forward_one_backward
 
 SIZES = {"sizes": (0.375, 0.5, 0.75, 1.0), "short": (1 / 32, 1 / 8, 0.375, 1.0)}  # of the capacity, by plan
-MODELS = SHAPES | {"gpt-oss-20b": GPT_OSS_20B, "gemma-4-e2b": GEMMA_4_E2B}
+MODELS = SHAPES | {"gpt-oss-20b": GPT_OSS_20B, "gemma-4-e2b": GEMMA_4_E2B, "qwen3-235b-a22b": QWEN3_235B}
 CAPACITIES = (2048, 3072, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
 
 

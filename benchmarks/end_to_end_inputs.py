@@ -36,6 +36,12 @@ GPT_OSS_20B: dict[str, Any] = {
     ),
 }  # fmt: skip
 
+QWEN3_235B: dict[str, Any] = {
+    "family": "qwen3_moe", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_layers": 94,
+    "num_heads": 64, "num_kv_heads": 4, "head_dim": 128, "rope_theta": 1e6, "qk_norm": True, "max_positions": 40960,
+    "experts": Experts(width=4096, inner=1536, count=128, active=8),
+}  # fmt: skip
+
 GEMMA_4_E2B: dict[str, Any] = {
     "family": "gemma4_text", "vocab_size": 262144, "hidden_size": 1536, "intermediate_size": 6144, "num_layers": 35,
     "num_heads": 8, "num_kv_heads": 1, "head_dim": 256, "norms": "sandwich", "embedding_scale": 1536**0.5,
@@ -61,15 +67,18 @@ class Draw:
         self._stage, self._dtype, self._key, self._made = stage, dtype, 0, {}
         self._kind, self._stored = stored_kind(quantize), {}
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Any:
-        """The same, a projection's kernel as the stage stores it."""
-        array, kind = self(name, shape), self._kind
-        if kind is None or not name.endswith(".kernel"):
+    def stored(self, name: str, shape: tuple[int, ...], experts: int) -> Any:
+        """The same, a projection's kernel as the stage stores it; kernels of experts lie one below the other."""
+        array = self(name, shape)
+        if self._kind is None or not name.endswith(".kernel"):
             return array
-        if shape not in self._stored:
+        kind = self._kind.of(experts)
+        if (shape, experts) not in self._stored:
             targets = {name: self._stage.weight(array.shape) for name, array in kind.arrays(*shape).items()}
-            self._stored[shape] = jax.jit(lambda w: dict(kind.quantise(w.astype(jnp.float32))), out_shardings=targets)
-        return jax.block_until_ready(self._stored[shape](array))  # one kernel of the wide type at a time
+            self._stored[shape, experts] = jax.jit(
+                lambda w: dict(kind.quantise(w.astype(jnp.float32))), out_shardings=targets
+            )
+        return jax.block_until_ready(self._stored[shape, experts](array))  # one kernel of the wide type at a time
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         self._key += 1
@@ -95,13 +104,17 @@ def random_base(config: JobConfig, model: ModelConfig, dtype: Any) -> list[tuple
     parts = Parts(model=model, specs=(), settings=config.train, dtype=dtype)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     table = (model.vocab_size, model.hidden_size)
+    experts = [{f"{linear.path}.kernel": linear.experts for linear in kind.linears} for kind in model.kinds]
     result = []
     for stage, (extent, stage_mesh) in enumerate(zip(layers, meshes, strict=True)):
         draw = Draw(stage_mesh, dtype, config.base.quantize)
         weights = StageWeights(
             extent=extent,
             pieces=[
-                LayerWeights({n: draw.stored(n, s) for n, s in parts.frozen_shapes(half, kind).items()}, kind)
+                LayerWeights(
+                    {n: draw.stored(n, s, experts[kind].get(n, 0)) for n, s in parts.frozen_shapes(half, kind).items()},
+                    kind,
+                )
                 for kind, half in ((model.kind_of(piece.layer), piece.half) for piece in extent.pieces)
             ],
             embed=draw("embed.kernel", table) if stage == 0 else None,

@@ -42,7 +42,7 @@ COLOURS = {
     "one adapter at a time": "#e8a33d", "Megatron FSDP": "#c2703d", "Megatron PP": "#8b5e3c",
     "mLoRA schedule": "#7d8f53", "LoRAFusion": "#1f6f8b",
 }  # fmt: skip
-MODELS = ("tiny", *PUBLISHED, "gpt-oss-20b", "gemma-4-e2b")
+MODELS = ("tiny", *PUBLISHED, "gpt-oss-20b", "gemma-4-e2b", "qwen3-235b-a22b")
 BAR_INCHES = 0.34
 LEGEND_INCHES = 2.9  # of a column
 GAP = 0.9  # between workloads, in bars

@@ -31,6 +31,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -103,34 +105,43 @@ def run(
     Raises:
         TimeoutError: the jobs have not ended by a time of the monotonic clock.
     """
-    capacity, tile = (256, 16) if small else (8192, 128)
+    rank = 4 if small else 16
+    began = time.monotonic()
+    with served(work, base, out, ["--places", f"{rank}:{places}"], warm=True, small=small) as client:
+        home = work / "home"
+        ready_s, programs = time.monotonic() - began, len(compiled(home))
+        print(f"ready after {ready_s:.1f} s, {programs} programs", flush=True)
+        jobs = submit_over(client, specs, over_s)
+        capacity, tile = microbatch(small)
+        planned = [planner_job(base, spec, small) for spec in specs]
+        offline = make_plan(planned, capacity_tokens=capacity, num_stages=1, tile_tokens=tile)
+        told = wait_all(jobs, out, until)
+        row = measure(told, planned, offline, SMALL if small else SHAPE, rank=rank, places=places)
+        return row | {"ready_s": round(ready_s, 1), "compiled_since_ready": compiled(home)[programs:]}
+
+
+def microbatch(small: bool) -> tuple[int, int]:
+    """Tokens of a microbatch and of a tile."""
+    return (256, 16) if small else (8192, 128)
+
+
+@contextmanager
+def served(work: Path, base: Path, out: Path, options: Sequence[str], *, warm: bool, small: bool) -> Iterator[Client]:
+    """A service with that base, which ends afterwards and leaves its logs in `out`; `warm`: its session is ready."""
+    capacity, tile = microbatch(small)
     settings = [f"batch.capacity_tokens={capacity}", f"batch.tile_tokens={tile}"]
     settings += ["base.dtype=float32", "train.block_layers=1"] if small else []
-    home, rank = work / "home", 4 if small else 16
+    home = work / "home"
     command = [sys.executable, "-m", "lorafusion_jax", "serve", "--home", str(home), "--base", f"base={base}"]
     with (work / "server.txt").open("wb") as log:
         server = subprocess.Popen(
-            [*command, "--places", f"{rank}:{places}", "--port", "0", *settings],
+            [*command, *options, "--port", "0", *settings],
             stdout=log,
             stderr=log,
             env=os.environ | {"JAX_LOG_COMPILES": "1"},
         )
-    began = time.monotonic()
     try:
-        client = wait_ready(home, server)
-        ready_s, programs = time.monotonic() - began, len(compiled(home))
-        print(f"ready after {ready_s:.1f} s, {programs} programs", flush=True)
-        jobs = submit_over(client, specs, over_s)
-        planned = [planner_job(base, spec, capacity, tile) for spec in specs]
-        offline = make_plan(planned, capacity_tokens=capacity, num_stages=1, tile_tokens=tile)
-        try:
-            for job in jobs:
-                job.wait(max(1.0, until - time.monotonic()))
-        finally:
-            told = [{"job": job.show(), "rows": list(job.metrics())} for job in jobs]
-            (out / "jobs.json").write_text(json.dumps(told), encoding="utf-8")
-        row = measure(told, planned, offline, SMALL if small else SHAPE, rank=rank, places=places)
-        return row | {"ready_s": round(ready_s, 1), "compiled_since_ready": compiled(home)[programs:]}
+        yield wait_ready(home, server, warm)
     finally:
         server.terminate()
         server.wait(120)
@@ -138,13 +149,24 @@ def run(
             shutil.copyfile(log, out / f"{log.parent.name}-{log.name}")
 
 
-def wait_ready(home: Path, server: subprocess.Popen) -> Client:
+def wait_all(jobs: Sequence[Job], out: Path, until: float) -> list[dict]:
+    """What the service says of the jobs when all have ended."""
+    try:
+        for job in jobs:
+            job.wait(max(1.0, until - time.monotonic()))
+    finally:
+        told = [{"job": job.show(), "rows": list(job.metrics())} for job in jobs]
+        (out / "jobs.json").write_text(json.dumps(told), encoding="utf-8")
+    return told
+
+
+def wait_ready(home: Path, server: subprocess.Popen, warm: bool) -> Client:
     until = time.monotonic() + START_S
     while time.monotonic() < until and server.poll() is None:
         time.sleep(0.5)
         if (home / "address").is_file():
             client = Client((home / "address").read_text())
-            if client.request("GET", "/v1/bases")["items"][0]["warm"]:
+            if not warm or client.request("GET", "/v1/bases")["items"][0]["warm"]:
                 return client
     raise RuntimeError("the service ended, or was not ready in time: see its logs in the folder of the results")
 
@@ -230,7 +252,8 @@ def summary(values: list[float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in named.items()}
 
 
-def planner_job(base: Path, spec: dict, capacity: int, tile: int) -> AdapterJob:
+def planner_job(base: Path, spec: dict, small: bool) -> AdapterJob:
+    capacity, tile = microbatch(small)
     batch = {"capacity_tokens": capacity, "tile_tokens": tile}
     adapter = {key: spec[key] for key in ("name", "data", "lora", "batch", "seed")}
     config = parse_config(source_of({"base": {"model": str(base)}, "batch": batch, "adapters": [adapter]}))

@@ -3,6 +3,7 @@
     python -m benchmarks.starting --out results/starting --work /dev/shm --layers 36 8 --quantize none fp8
     python -m benchmarks.starting --out results/starting --work /dev/shm --ahead with without --until-first-step
     python -m benchmarks.starting --out results/starting --stages 2 --shape mistral-24b    # two GPUs, 50 GB of files
+    python -m benchmarks.starting --out results/starting --stages 4 --shape llama-70b --repeats 10 --until-first-step
     python -m benchmarks.starting --out /tmp/try --small                     # in miniature on a CPU, to try the script
 
 Writes a model: one layer is drawn, the others have the same bytes under their own names. The files are in the page
@@ -41,6 +42,10 @@ SHAPES = {
     "mistral-24b": {
         "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_layers": 40, "num_heads": 32,
         "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e8,
+    },
+    "llama-70b": {
+        "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_layers": 80, "num_heads": 64,
+        "num_kv_heads": 8, "head_dim": 128, "rope_theta": 5e5,
     },
 }  # fmt: skip
 NAMES = ("a", "b", "c", "d")

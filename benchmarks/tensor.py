@@ -1,6 +1,7 @@
-"""Layers on one GPU beside layers that two GPUs compute together (`mesh.tensor`), two stages, and two replicas.
+"""Layers on one GPU beside layers that several GPUs compute together (`mesh.tensor`), stages, and replicas.
 
     python -m benchmarks.tensor --out OUT [--seconds 150] [--layers 8] [--adapters 1] [--meshes data fsdp] [--small]
+    python -m benchmarks.tensor --out OUT --gpus 4 --adapters 4 --meshes one tensor parts data    # four GPUs
 
 Writes a random base with layers of an 8B model in bfloat16 and runs `lorafusion train` on it: four adapters together,
 then one alone. The first losses of every mesh must be those of the first to rounding before any rate is printed. A row
@@ -12,6 +13,7 @@ persistent kernels for so many multiprocessors less, which sums may take.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -35,9 +37,9 @@ from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.prediction import predicted_costs, predicted_memory
 from scheduling import plan_statistics
 
-MESHES: dict[str, dict[str, int]] = {
-    "one": {}, "tensor": {"tensor": 2}, "parts": {"tensor": 2}, "stages": {"stages": 2}, "processes": {"stages": 2},
-    "data": {"data": 2}, "fsdp": {"fsdp": 2},
+MESHES = {
+    "one": None, "tensor": "tensor", "parts": "tensor", "stages": "stages", "processes": "stages", "data": "data",
+    "fsdp": "fsdp",
 }  # fmt: skip
 TOLERANCE = 4 * 2**-9  # of the first losses, at equal weights: as `verify` allows in bfloat16
 NARROWER = """
@@ -48,7 +50,7 @@ device.num_sms = lambda: whole() - {leave}
 runpy.run_module("lorafusion_jax", run_name="__main__", alter_sys=True)
 """
 WARM = 8  # slots that are not timed
-SLOTS = 48
+SLOTS = 24  # of each GPU, at least
 
 
 def main() -> int:
@@ -57,48 +59,50 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--adapters", type=int, nargs="+", default=[4, 1], help="that train together, at most 4")
     parser.add_argument("--meshes", choices=MESHES, nargs="+", default=list(MESHES))
+    parser.add_argument("--gpus", type=int, default=2, help="of a mesh, but for `one`")
     parser.add_argument("--leave", type=int, default=0, help="multiprocessors without kernels of ours")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, on two simulated devices")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, on simulated devices")
     options = parser.parse_args()
     shape, began = SMALL if options.small else SHAPE, time.monotonic()
     write = partial(add_row, options.out / "tensor.jsonl")
     with tempfile.TemporaryDirectory(prefix="tensor_") as name:
         work = Path(name)
-        write({"section": "conditions", **_conditions(options.small), "layers": options.layers, "shape": shape})
-        write_base(work / "base", shape, 2 if options.small else options.layers)
-        _write_data(work, options.small)
+        write({"section": "conditions", **_conditions(options), "layers": options.layers, "shape": shape})
+        write_base(work / "base", shape, max(2, options.gpus) if options.small else options.layers)
+        _write_data(work, options.small, options.gpus)
         for adapters in options.adapters:
             first: dict[str, float] = {}
             for mesh in options.meshes:
                 if time.monotonic() - began > options.seconds:
                     return 0
-                row, losses = _run(work, mesh, adapters, options.small, options.leave)
+                row, losses = _run(work, mesh, adapters, options)
                 first = first or losses
                 apart = max(abs(losses[adapter] - loss) / loss for adapter, loss in first.items())
                 assert apart < TOLERANCE, (mesh, losses, first)
-                setting = {"mesh": mesh, "adapters": adapters, "left_sms": options.leave}
+                setting = {"mesh": mesh, "gpus": options.gpus, "adapters": adapters, "left_sms": options.leave}
                 write({"section": "run", **setting, "first_losses_apart": apart, **row})
     return 0
 
 
-def _conditions(small: bool) -> dict[str, Any]:
+def _conditions(options: argparse.Namespace) -> dict[str, Any]:
     """In a process of its own, which leaves the GPUs to the runs."""
     program = "import json; from benchmarks.conditions import conditions; print(json.dumps(conditions()))"
-    done = subprocess.run([sys.executable, "-c", program], env=_environment(small), check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", program], env=_environment(options), check=True, capture_output=True)
     return json.loads(done.stdout)
 
 
-def _environment(small: bool) -> dict[str, str]:
-    return os.environ | ({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"} if small else {})
+def _environment(options: argparse.Namespace) -> dict[str, str]:
+    simulated = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.gpus)}
+    return os.environ | (simulated if options.small else {})
 
 
-def _write_data(work: Path, small: bool) -> None:
+def _write_data(work: Path, small: bool, gpus: int) -> None:
     """Rows of random tokens, 200 to 1800 of them, enough for the slots of four adapters."""
     tokenizer = Path(__file__).parent.parent / "examples" / "base"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (work / "base" / name).write_bytes((tokenizer / name).read_bytes())
     draw, scale = np.random.default_rng(0), 0.04 if small else 1.0
-    rows = SLOTS * 8 // 4
+    rows = SLOTS * gpus * 8 // 4
     for number in range(4):
         lengths = draw.integers(round(200 * scale), round(1800 * scale), rows)
         tokens = [draw.integers(300, 3000, length).tolist() for length in lengths]
@@ -106,13 +110,14 @@ def _write_data(work: Path, small: bool) -> None:
         (work / f"a{number}.jsonl").write_text("".join(lines))
 
 
-def _job(mesh: str, adapters: int, small: bool) -> dict[str, Any]:
+def _job(mesh: str, adapters: int, small: bool, gpus: int) -> dict[str, Any]:
+    axis = MESHES[mesh]
     longest = 128 if small else 2048
     return {
         "base": {"model": "base"},
         "data": {"max_length": longest},
         "batch": {"capacity_tokens": 4 * longest, "tile_tokens": 16 if small else 128, "global_samples": 16},
-        "mesh": MESHES[mesh],
+        "mesh": {} if axis is None else {axis: gpus},
         "train": {"log_every_s": 0, "remat": "gemm_inputs", "parts": 2 if mesh == "parts" else 1},
         "save": {"every_minutes": None},
         "lora": {"rank": 16, "dropout": 0.1},
@@ -122,17 +127,18 @@ def _job(mesh: str, adapters: int, small: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _run(work: Path, mesh: str, adapters: int, small: bool, leave: int) -> tuple[dict[str, Any], dict[str, float]]:
+def _run(work: Path, mesh: str, adapters: int, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, float]]:
     """Returns what a run took, and the first loss of each adapter."""
+    small, leave = options.small, options.leave
     jobs, out = work / f"{mesh}_{adapters}.yaml", work / f"run_{mesh}_{adapters}"
-    jobs.write_text(yaml.safe_dump(_job(mesh, adapters, small)))
+    jobs.write_text(yaml.safe_dump(_job(mesh, adapters, small, options.gpus)))
     program = ["-c", NARROWER.format(leave=leave)] if leave else ["-m", "lorafusion_jax"]
     command = [sys.executable, *program, "train", str(jobs), "--out", str(out)]
     began = time.monotonic()
     if mesh == "processes":
-        _run_in_two(command, small)
+        _run_in_processes(command, options)
     else:
-        subprocess.run(command, env=_environment(small), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, env=_environment(options), check=True, stdout=subprocess.DEVNULL)
     seconds, run = time.monotonic() - began, RunFolder(out)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = {row["adapter"]: row["loss"] for row in reversed(rows) if row["kind"] == "step"}
@@ -158,18 +164,19 @@ def _run(work: Path, mesh: str, adapters: int, small: bool, leave: int) -> tuple
     }, losses
 
 
-def _run_in_two(command: list[str], small: bool) -> None:
+def _run_in_processes(command: list[str], options: argparse.Namespace) -> None:
     """A process for each stage, with one device each."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    join = ["--distributed", "--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
+    join = ["--distributed", "--coordinator", f"127.0.0.1:{port}", "--num-processes", str(options.gpus)]
     processes = []
-    for number in range(2):
-        one_device = {"JAX_NUM_CPU_DEVICES": "1"} if small else {"CUDA_VISIBLE_DEVICES": str(number)}
-        environment = _environment(small) | one_device
-        processes.append(subprocess.Popen([*command, *join, str(number)], env=environment, stdout=subprocess.DEVNULL))
+    for number in range(options.gpus):
+        one_device = {"JAX_NUM_CPU_DEVICES": "1"} if options.small else {"CUDA_VISIBLE_DEVICES": str(number)}
+        environment = _environment(options) | one_device
+        of_process = [*command, *join, "--process-id", str(number)]
+        processes.append(subprocess.Popen(of_process, env=environment, stdout=subprocess.DEVNULL))
     codes = [process.wait() for process in processes]
-    assert codes == [0, 0], codes
+    assert not any(codes), codes
 
 
 if __name__ == "__main__":

@@ -271,6 +271,12 @@ def test_each_host_has_its_gpus(serve):
     service.wait(*jobs)
 
 
+def test_a_policy_without_gpus_has_the_cpu(serve):
+    """Two bases take turns on it."""
+    service = serve("ours", gpus=0)
+    service.wait(service.submit("one", "red"), service.submit("two", "blue"))
+
+
 def test_the_gpus_of_a_lost_host_leave_the_count_until_it_is_back(serve, monkeypatch):
     """Its job goes on elsewhere. A host that goes without a session, as an autoscaler ends it, is not lost."""
     monkeypatch.setattr("lorafusion_jax.serve.control.policy_scheduler.HOSTS_S", 0.0)

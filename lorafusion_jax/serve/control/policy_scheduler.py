@@ -66,9 +66,8 @@ class PolicyScheduler:
     ):
         models = {name: ModelConfig.from_hf(folder) for name, folder in settings.bases.items()}
         rates = rates or Rates(facts=ModelFacts(models))
-        self._workers = [
-            Worker(name, settings.gpus, settings.memory_gib, settings.device) for name in host_names(settings.hosts)
-        ]
+        gpus, device = (settings.gpus, settings.device) if settings.gpus else (1, "cpu")  # one place: the CPU
+        self._workers = [Worker(name, gpus, settings.memory_gib, device) for name in host_names(settings.hosts)]
         policy_object = make_policy(policy, rates) if isinstance(policy, str) else policy
         self._cluster = LiveCluster(self._workers, rates, policy=policy_object)
         self._settings, self._clock, self._began = settings, clock, clock() - PAST_S
