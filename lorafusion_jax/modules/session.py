@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from lorafusion_jax.tensor_file import write_tensors
 type Row = Mapping[str, Any]  # name → array of one example
 type Loss = Callable[[Any, dict[str, jax.Array]], Any]
 TENSORS, RECORDS = "state.safetensors", "state.json"
-_NEWEST: WeakKeyDictionary[nnx.Module, object] = WeakKeyDictionary()  # model → a mark of the session that trains it
+_NEWEST: dict[int, object] = {}  # identity of a model, which may have no hash → a mark of the session that trains it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,6 @@ class Session:
             multiple,
         )
         self._specs = [adapter_spec(model, name) for name in self.names]
-        self._mark = _NEWEST[model] = object()
         self._graph, lora, self._frozen = nnx.split(model, nnx.LoRAParam, ...)
         self._optimizer = per_adapter({name: optimizers[name] for name in self.names})
         zeros = jnp.zeros(len(self.names))
@@ -121,6 +120,9 @@ class Session:
         self._losses = jax.jit(self._sum_losses, static_argnames=("loss", "train"))
         self._gradients = jax.jit(self._add_gradients, static_argnames="loss", donate_argnums=2)
         self._update = jax.jit(self._step_adapters)
+        if id(model) not in _NEWEST:
+            finalize(model, _NEWEST.pop, id(model), None)
+        self._mark = _NEWEST[id(model)] = object()
 
     def forward_backward(self, rows: Mapping[str, Sequence[Row]], loss: Loss) -> dict[str, float]:
         """Adds the gradients of rows to those since the last step.
@@ -197,7 +199,7 @@ class Session:
         }
 
     def _check_newest(self) -> None:
-        if _NEWEST.get(self.model) is not self._mark:
+        if _NEWEST.get(id(self.model)) is not self._mark:
             raise RunError(
                 "session.replaced",
                 "another session was opened on this model after this one.",
@@ -219,7 +221,9 @@ class Session:
         Raises:
             CheckpointError: `lora.no-file`; `session.damaged`; `lora.misfit`, it is of other adapters, optimizers or
                 shapes. The session does not change then.
+            RunError: `session.replaced`, another session was opened on the model.
         """
+        self._check_newest()
         folder = Path(folder)
         if not (folder / TENSORS).is_file():
             raise CheckpointError("lora.no-file", "there is no saved session.", where=str(folder))

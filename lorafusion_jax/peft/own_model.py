@@ -145,7 +145,7 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
     put_adapter_arrays(model, name, _stack_layers(model, name, tensors, names))
 
 
-def save_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[str] | None = None) -> Path:
+def save_checkpoint(model: nnx.Module, folder: str | Path, adapters: str | Sequence[str] | None = None) -> Path:
     """Writes adapters with orbax, each at its own rank: those named, or all.
 
     Raises:
@@ -154,7 +154,7 @@ def save_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[st
     """
     import orbax.checkpoint as ocp
 
-    names = adapter_names(model) if adapters is None else adapters
+    names = _chosen(model, adapters)
     folder = Path(folder).absolute()
     if folder.exists():
         raise CheckpointError("export.exists", f"{folder} exists already.", fix="choose another folder")
@@ -164,7 +164,7 @@ def save_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[st
     return folder
 
 
-def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[str] | None = None) -> None:
+def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: str | Sequence[str] | None = None) -> None:
     """Loads adapters that `save_checkpoint` wrote into a model: those named, or all of the model.
 
     Raises:
@@ -178,7 +178,7 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[st
         raise CheckpointError("lora.no-file", "there is no checkpoint of adapters.", where=str(folder))
     with plain_name(folder) as parent, merged(parent) as stored, ocp.StandardCheckpointer() as checkpointer:
         saved: dict[str, Any] = checkpointer.restore(stored)
-    names = adapter_names(model) if adapters is None else adapters
+    names = _chosen(model, adapters)
     if missing := [name for name in names if name not in saved]:
         raise CheckpointError(
             "lora.misfit",
@@ -188,6 +188,13 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[st
         )
     for name in names:
         put_adapter_arrays(model, name, saved[name])
+
+
+def _chosen(model: nnx.Module, adapters: str | Sequence[str] | None) -> list[str]:
+    names = adapter_names(model) if adapters is None else [adapters] if isinstance(adapters, str) else list(adapters)
+    if not names:  # those that were merged are gone
+        raise ConfigError("lora.unknown-adapter", "there is no adapter.", fix="apply_lora(model, specs) before")
+    return names
 
 
 def _arrays(model: nnx.Module, name: str) -> tuple[Arrays, dict[str, tuple[int, int]]]:

@@ -100,7 +100,9 @@ def test_a_folder_that_does_not_fit_changes_nothing(model, tmp_path):
 def test_orbax_keeps_one_adapter_or_all(model, tmp_path):
     before = {spec.name: adapter_arrays(model, spec.name) for spec in SPECS}
     lf.save_checkpoint(model, tmp_path / "all")
-    lf.save_checkpoint(model, tmp_path / "law", ["law"])
+    lf.save_checkpoint(model, tmp_path / "law", "law")
+    with pytest.raises(ConfigError, match=r"lora\.unknown-adapter"):
+        lf.save_checkpoint(model, tmp_path / "nobody", [])
     for name, arrays in before.items():
         put_adapter_arrays(model, name, {key: 0 * value for key, value in arrays.items()})
     lf.load_checkpoint(model, tmp_path / "law", ["law"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -204,12 +205,29 @@ def test_optimizers_are_of_the_adapters():
         lf.Session(opened("law").model, RULES)
 
 
-def test_another_session_on_the_model_replaces_the_first():
+def test_another_session_on_the_model_replaces_the_first(tmp_path):
     first = opened("med")
     first.forward_backward({"med": rows_of("med", 2)}, loss)
     newest = lf.Session(first.model, {"med": optax.sgd(0.1)}, ragged=("tokens", "weights"), multiple=16)
-    for call in (first.optim_step, lambda: first.forward_backward({"med": rows_of("med", 2)}, loss)):
+    calls = [first.optim_step, lambda: first.forward_backward({"med": rows_of("med", 2)}, loss)]
+    calls.append(lambda: first.load(first.save(tmp_path / "first")))  # it would write its weights into the model, too
+    for call in calls:
         with pytest.raises(LoraFusionError, match=r"session\.replaced"):
             call()
     newest.forward_backward({"med": rows_of("med", 2)}, loss)
     assert newest.optim_step()["med"].step == 1
+
+
+def test_models_without_a_hash_have_sessions():
+    @dataclasses.dataclass
+    class Scaled(nnx.Module):  # is compared by its fields
+        linear: nnx.Linear
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    spec = lf.AdapterSpec(name="law", rank=2, alpha=4, targets=("linear",))
+    model = lf.apply_lora(Scaled(nnx.Linear(4, 2, rngs=nnx.Rngs(0))), [spec])
+    session = lf.Session(model, {"law": optax.sgd(0.1)})
+    session.forward_backward({"law": [{"x": np.ones(4, np.float32)}]}, lambda model, rows: model(rows["x"]).sum(-1))
+    assert session.optim_step()["law"].step == 1
