@@ -23,6 +23,8 @@ from types import FrameType
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130  # exit code
 GRACE_S = 2.0  # so long a process may take to end by itself after the second signal
+CUT_S = 0.5  # so long a body may take to be cut before somebody is told that it takes longer
+CUT = "the answer ends once what is compiled or computed now is ready; a second Ctrl-C stops at once"
 FIRST = "stopping; a second signal stops at once"
 FIRST_WHILE_TRAINING = "stopping: what is under way is finished and the state saved; a second signal stops at once"
 SECOND = "stopping at once"
@@ -52,7 +54,7 @@ class StopSignals:
         self._cuts = 0  # interrupts that ended something else than the process
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._can_cut and self._cut is not None:
+        if number == signal.SIGINT and self._can_cut and self._cut is not None and not self._reported:
             self._cuts += 1
             self._cut.set()
             return
@@ -116,6 +118,7 @@ class StopSignals:
         while not ends:
             for number in reader.recv(1):
                 if number in NUMBERS:
+                    self._watch_cut(number)
                     interrupts, others = interrupts + (number == NUMBERS[0]), others + (number != NUMBERS[0])
                     count = others + max(interrupts - self._cuts - self._can_cut, 0)  # Python may not have called yet
                     ends = count > 2 or (count == 2 and not self._saving)
@@ -126,6 +129,19 @@ class StopSignals:
         if self.last_words:
             _write_stderr(self.last_words)
         os._exit(INTERRUPTED)
+
+    def _watch_cut(self, number: int) -> None:
+        """Acknowledges an interrupt that is to cut a body, where the body goes on for longer."""
+        cut = self._cut
+
+        def report() -> None:
+            if self._cut is cut and not self._reported:
+                _write_stderr(CUT)
+
+        if number == signal.SIGINT and cut is not None:
+            timer = threading.Timer(CUT_S, report)
+            timer.daemon = True
+            timer.start()
 
     def _report(self, count: int) -> None:
         """Acknowledges a signal, once."""

@@ -138,7 +138,8 @@ class OpenGenerator:
         if not rows:
             return Texts(())
         if unread := self.model.unread_keys(rows):
-            warnings.warn(f"{', '.join(map(repr, unread))} of messages are not in the chat template", stacklevel=2)
+            keys = ", ".join(unread)
+            warnings.warn(f"keys of messages that the chat template does not write: {keys}", stacklevel=2)
         return Texts(tuple(self.model(rows, raw=raw, system=system, on_text=on_text)))
 
 

@@ -69,18 +69,25 @@ def command(
 
     console = out()
     model = TextGenerator(generation_source)
-    say(console, f"{', '.join(model.asked)}  ·  {HELP}", "dim")
-    Conversation(model, sampling, system, console).run()
+    conversation = Conversation(model, sampling, system, console)
+    if conversation.is_typed:
+        say(console, f"{', '.join(model.asked)}  ·  {HELP}", "dim")
+    conversation.run()
 
 
 class Conversation:
-    """One conversation for each adapter that answers."""
+    """One conversation for each adapter that answers.
+
+    Attributes:
+        is_typed: somebody types the lines, and sees prompts; lines of a pipe or a file get answers only.
+    """
 
     def __init__(self, model: Any, sampling: Sampling, system: str | None, console: Any):
         self._model, self._sampling, self._system, self._console = model, sampling, system, console
         self._names = list(model.asked)
         self._messages: dict[str, list[dict[str, str]]] = {name: [] for name in self._names}
         self._caches: Any = None
+        self.is_typed = standard_input().isatty()
 
     def run(self) -> None:
         while (line := self._read()) is not None and line != "/exit":
@@ -92,7 +99,8 @@ class Conversation:
                     say(self._console, str(error), "red")
 
     def _read(self) -> str | None:
-        self._console.print("> ", end="", style="bold")
+        if self.is_typed:
+            self._console.print("> ", end="", style="bold")
         line = standard_input().readline()
         return line.strip() if line else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Collection, Iterable
 from io import StringIO
@@ -141,12 +142,23 @@ def command(
 
         show_texts(console, [(text.prompt, text.adapter, text.text) for text in answers])
         say(console, f"written to {to}") if to is not None else None
-        next_command(console, f"lorafusion chat {source}")
+        same = {"--base": base, "--system": system, "--dtype": dtype, "--quantize": quantize, "--step": step}
+        next_command(console, _chat_with(source, adapters or (), same, best=best))
+
+
+def _chat_with(source: str, adapters: Iterable[str], options: dict[str, Any], *, best: bool) -> str:
+    """Returns the command that talks with the models that have answered."""
+    words = ["lorafusion", "chat", source, *(word for name in adapters for word in ("-a", name))]
+    words += [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+    return shlex.join([*words, *(["--best"] if best else [])])
 
 
 def _notes(columns: Collection[str], keys: Collection[str]) -> list[str]:
-    facts = {"change no answer, and go with it": columns, "of messages are not in the chat template": keys}
-    return [f"{', '.join(map(repr, names))} {fact}" for fact, names in facts.items() if names]
+    facts = {
+        "columns that change no answer, and are copied to its row": columns,
+        "keys of messages that the chat template does not write": keys,
+    }
+    return [f"{fact}: {', '.join(names)}" for fact, names in facts.items() if names]
 
 
 def _row(generated: Any, more: dict[str, Any]) -> dict[str, Any]:

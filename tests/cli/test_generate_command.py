@@ -39,8 +39,8 @@ def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_p
     monkeypatch.setattr(sys, "stdin", io.StringIO("pen quay\n"))
     outcome = lorafusion("generate", run, "-", "--file", file, "-o", out, "--json", *QUICK)
     assert outcome.code == 0, outcome.err
-    assert "'topic', 'temprature' change no answer, and go with it" in outcome.err
-    assert "'mood' of messages are not in the chat template" in outcome.err
+    assert "columns that change no answer, and are copied to its row: topic, temprature" in outcome.err
+    assert "keys of messages that the chat template does not write: mood" in outcome.err
     answers = [json.loads(line) for line in outcome.out.splitlines()]
     assert out.read_text() == outcome.out
     names = list(lf.open_run(run).adapters)
@@ -74,7 +74,7 @@ def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_p
     assert len({text.tokens for text in drawn[:3]}) > 1
     elsewhere, *_ = opened.generate(["oak", "cat dog", "moon"], max_tokens=6, temperature=2.0, seed=6)
     assert drawn[2].tokens == elsewhere.tokens
-    with pytest.warns(UserWarning, match="'name' of messages are not in the chat template"):
+    with pytest.warns(UserWarning, match="keys of messages that the chat template does not write: name"):
         opened.generate([[{"role": "user", "content": "oak", "name": "Ann"}], "cat dog", "moon"], max_tokens=6)
 
 
@@ -134,7 +134,7 @@ def test_a_conversation_goes_on_until_the_end_of_input(lorafusion, finished, mon
     assert "there is no adapter 'nobody'; adapters: law, med, base" in outcome.out
     assert "generate.too-long" in outcome.out  # of this message only: the conversation goes on
     assert "fix: /new starts again, or a shorter message" in outcome.out
-    assert outcome.out.count("> ") >= 8
+    assert "> " not in outcome.out  # a pipe gets answers, and no prompts to type
 
 
 class Talker:
