@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lorafusion_jax.api.arguments import names_unknown
 from lorafusion_jax.api.runs import Run
 from lorafusion_jax.api.shown import Shown
 from lorafusion_jax.errors import ConfigError, DataError, did_you_mean
@@ -143,6 +144,7 @@ class OpenGenerator:
         return Texts(tuple(self.model(rows, raw=raw, system=system, on_text=on_text)))
 
 
+@names_unknown
 def open_generator(
     source: Run | str | Path,
     *,

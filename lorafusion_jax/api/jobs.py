@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lorafusion_jax.api.arguments import names_unknown
 from lorafusion_jax.api.shown import Shown
 from lorafusion_jax.config.data_sources import DataSource, is_file, names
 from lorafusion_jax.config.from_files import expand_files
@@ -62,6 +63,7 @@ class Job(Shown):
         warn(console, self.notes)
 
 
+@names_unknown
 def load_job(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] = ()) -> Job:
     """Reads and checks a job.
 

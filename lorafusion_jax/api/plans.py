@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from lorafusion_jax.adapters.table import KINDS
+from lorafusion_jax.api.arguments import names_unknown
 from lorafusion_jax.api.jobs import Job, job_of
 from lorafusion_jax.api.plan_screen import show_plan
 from lorafusion_jax.api.shown import Shown, TimelineView
@@ -80,6 +81,7 @@ class JobPlan(Shown):
         warn(console, self.notes)
 
 
+@names_unknown
 def plan(
     job: Job | str | Path | Mapping[str, Any],
     *,

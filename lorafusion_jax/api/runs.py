@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console, Group
 
+from lorafusion_jax.api.arguments import names_unknown
 from lorafusion_jax.api.jobs import Job, job_of
 from lorafusion_jax.api.plans import JobPlan
 from lorafusion_jax.api.reports import ReportView
@@ -169,6 +170,7 @@ class Run(Shown):
         return draw_curves(self.losses)
 
 
+@names_unknown
 def train(
     job: Job | str | Path | Mapping[str, Any],
     out: str | Path | None = None,
@@ -206,6 +208,7 @@ def train(
     return _run_with_progress(folder, job_to_run.config, work, progress)
 
 
+@names_unknown
 def resume(
     run: Run | str | Path,
     overrides: str | Sequence[str] = (),

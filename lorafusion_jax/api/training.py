@@ -12,11 +12,12 @@ from typing import Any, Self
 
 import numpy as np
 
+from lorafusion_jax.api.arguments import names_unknown
 from lorafusion_jax.api.sampling import SampledSequence, SamplerBank, read_params
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.read import source_of
-from lorafusion_jax.config.stack import check_session_train
+from lorafusion_jax.config.stack import check_session_settings
 from lorafusion_jax.errors import CallError, CheckpointError, RunError
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.objective.rows import TARGETS, WEIGHTS
@@ -89,6 +90,7 @@ class CallFuture[T]:
         return self._read(value)
 
 
+@names_unknown
 def training_client(
     base: str | Path | Mapping[str, Any],
     *,
@@ -144,7 +146,7 @@ def training_client(
     adapter = {"name": "client", "data": no_data, "lora": {"rank": rank, "alpha": alpha, "targets": targets}}
     job = {name: section for name, section in sections.items() if section is not None} | {"adapters": [adapter]}
     config = parse_config(source_of(job))
-    check_session_train(config.train)
+    check_session_settings(config.batch, config.train)
     narrow = None if isinstance(targets, str) else targets
     classes = Places.of({rank: 1} if places is None else places, dropout=False, targets=narrow)
     if not classes.holds("lora", rank):  # before the base is read
@@ -279,6 +281,7 @@ class TrainingClient:
         """Continues from a `save_state`."""
         return self._load(path, optimizer=True)
 
+    @names_unknown
     def new_client(
         self, *, rank: int = 32, alpha: float = 32.0, seed: int = 0, targets: str | list[str] | None = None
     ) -> TrainingClient:

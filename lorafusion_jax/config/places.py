@@ -51,13 +51,16 @@ class Places:
         Raises:
             ConfigError: `places.classes`.
         """
-        counts = {_parse_class(name): count for name, count in classes.items()}
+        counts: dict[tuple[int, str] | None, int] = {}
+        if isinstance(classes, Mapping) and all(type(count) is int for count in classes.values()):
+            counts = {_parse_class(name): count for name, count in classes.items()}
         total = sum(max(count, 0) for count in counts.values())
         if None in counts or not 0 < total <= MOST_PLACES or min(counts.values()) < 1 or len(counts) < len(classes):
             raise ConfigError(
                 "places.classes",
-                f"places must be 1 to {MOST_PLACES} in classes of rank -> number, not {dict(classes)}.",
-                fix="for example 16:8,64:2,dora:16:1 for eight places of rank 16, two of rank 64, and one for DoRA",
+                f"places must be 1 to {MOST_PLACES} in classes of rank -> number, not {classes!r}.",
+                fix="for example 16:8,64:2,dora:16:1 for eight places of rank 16, two of rank 64, and one for DoRA; "
+                "a dictionary in Python, {16: 8}",
             )
         in_order = sorted(
             rank_and_kind for rank_and_kind in counts if rank_and_kind is not None for _ in range(counts[rank_and_kind])

@@ -176,25 +176,40 @@ def without_places(config: JobConfig) -> JobConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"places": {}, "resident": None})})
 
 
-OF_SESSIONS = {"remat", "block_layers", "parts", "implementation", "attention", "loss_chunk", "router_aux"}
+OF_SESSIONS = {
+    "batch": {"capacity_tokens", "tile_tokens"},
+    "train": {"remat", "block_layers", "parts", "implementation", "attention", "loss_chunk", "router_aux"},
+}
 
 
-def check_session_train(train: TrainSettings) -> None:
+def check_session_settings(*sections: BatchSettings | TrainSettings) -> None:
     """Refuses what only a run has: its plan says when an adapter needs its place, and calls and jobs come unforeseen.
 
     Raises:
-        ConfigError: `session.train`.
+        ConfigError: `session.train`, `session.batch`.
     """
-    defaults = TrainSettings()
-    for key in sorted(train.model_fields_set - OF_SESSIONS):
-        if getattr(train, key) == getattr(defaults, key):
-            continue
-        why, fix = "jobs and calls say themselves how far they train, and what they evaluate", "leave it out"
-        if key in ("places", "resident"):
-            why = "adapters there hold their place from start to stop, also with reproducible results"
-            fix = "leave it out, and say the number of places: serve --places RANK:NUMBER, training_client(places=…)"
-        message = f"train.{key} is of runs: a service or a training client has no plan."
-        raise ConfigError("session.train", message, why=why, fix=fix)
+    for settings in sections:
+        section = "batch" if isinstance(settings, BatchSettings) else "train"
+        defaults = type(settings)()
+        for key in sorted(settings.model_fields_set - OF_SESSIONS[section]):
+            if getattr(settings, key) != getattr(defaults, key):
+                message = f"{section}.{key} is of runs: a service or a training client has no plan."
+                raise ConfigError(f"session.{section}", message, **_of_runs(key))
+
+
+def _of_runs(key: str) -> dict[str, str]:
+    """Why a session has no such setting, and what to do."""
+    if key in ("places", "resident"):
+        return {
+            "why": "adapters there hold their place from start to stop, also with reproducible results",
+            "fix": "leave it out, and say the number of places: serve --places RANK:NUMBER, training_client(places=…)",
+        }
+    if key == "global_samples":
+        return {
+            "why": "a step takes the rows of the calls before it, or of its job's own batches",
+            "fix": "leave it out",
+        }
+    return {"why": "jobs and calls say themselves how far they train, and what they evaluate", "fix": "leave it out"}
 
 
 def session_config(
@@ -209,10 +224,10 @@ def session_config(
     """Returns a job whose adapters fill every place: it has the session's programs and memory.
 
     Raises:
-        ConfigError: `session.train`, see `check_session_train`.
+        ConfigError: see `check_session_settings`.
     """
     if train.resident or train.places:  # what else is of runs changes nothing: who opens a session for a user checks it
-        check_session_train(train)
+        check_session_settings(train)
     return JobConfig(
         base=base,
         mesh=mesh,

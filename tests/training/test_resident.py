@@ -170,9 +170,23 @@ def test_who_cannot_take_turns_is_named(odd, job):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"resident": 4}, {"places": {16: 2}}, {"max_steps": 3}, {"samples": 2, "remat": "nothing"}], ids=str
+    ("section", "settings"),
+    [
+        ("train", {"resident": 4}),
+        ("train", {"places": {16: 2}}),
+        ("train", {"max_steps": 3}),
+        ("train", {"samples": 2, "remat": "nothing"}),
+        ("batch", {"global_samples": 4, "capacity_tokens": 128}),
+    ],
+    ids=str,
 )
-def test_live_sessions_refuse_what_only_runs_have(tiny_base, setting):
+def test_live_sessions_refuse_what_only_runs_have(tiny_base, section, settings):
     with pytest.raises(ConfigError, match="is of runs") as refused:
-        training_client({"model": str(tiny_base)}, reproducible=True, train=setting)
-    assert refused.value.code == "session.train"
+        training_client({"model": str(tiny_base)}, reproducible=True, **{section: settings})
+    assert refused.value.code == f"session.{section}"
+
+
+@pytest.mark.parametrize("places", [[8], {8: "2"}, 3])
+def test_places_that_are_no_counts_are_named(places):
+    with pytest.raises(ConfigError, match="classes of rank -> number"):
+        training_client("nowhere", places=places)

@@ -361,8 +361,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _sections(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    from lorafusion_jax.config.schema import SHARED, TrainSettings
-    from lorafusion_jax.config.stack import check_session_train
+    from lorafusion_jax.config.schema import SHARED, BatchSettings, TrainSettings
+    from lorafusion_jax.config.stack import check_session_settings
 
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for key, value in settings.items():
@@ -370,6 +370,6 @@ def _sections(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
         sections[section][name] = value
     for name, values in sections.items():
         section = SHARED[name].model_validate(({"model": "-"} if name == "base" else {}) | values)
-        if isinstance(section, TrainSettings):
-            check_session_train(section)
+        if isinstance(section, BatchSettings | TrainSettings):
+            check_session_settings(section)
     return sections
