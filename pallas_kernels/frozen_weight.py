@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.exact import precision_of
+
 
 @runtime_checkable
 class QuantisedWeight(Protocol):
@@ -96,7 +98,7 @@ def frozen_product(x: Float[Array, "*B K"], w: FrozenWeight, dtype: Any = None) 
     dtype = x.dtype if dtype is None else dtype
     if isinstance(w, QuantisedWeight):
         return _quantised_product(x, w).astype(dtype)
-    return jnp.matmul(x, w.astype(x.dtype), precision=_precision(x.dtype), preferred_element_type=dtype)
+    return jnp.matmul(x, w.astype(x.dtype), precision=precision_of(x.dtype), preferred_element_type=dtype)
 
 
 @jax.custom_vjp
@@ -112,9 +114,4 @@ def frozen_product_transposed(dy: Float[Array, "*B N"], w: FrozenWeight) -> Floa
     """dY W^T in the type of dY."""
     if isinstance(w, QuantisedWeight):
         return w.multiply_transposed(dy)
-    return jnp.matmul(dy, w.astype(dy.dtype).T, precision=_precision(dy.dtype))
-
-
-def _precision(dtype: jnp.dtype) -> str | None:
-    # float32 promises 1e-5, which tf32 products do not keep
-    return "highest" if dtype == jnp.float32 else None
+    return jnp.matmul(dy, w.astype(dy.dtype).T, precision=precision_of(dy.dtype))

@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels.cost import Cost
 from pallas_kernels.device import has_fp8_products, interprets
 from pallas_kernels.dropout import BLOCK, WORDS
+from pallas_kernels.exact import precision_of
 
 
 @jax.custom_jvp
@@ -69,8 +70,7 @@ def call(
 
 def dot(lhs: jax.Array, rhs: jax.Array, *, trans_lhs: bool = False, trans_rhs: bool = False) -> jax.Array:
     """Multiplies two tiles with float32 accumulation; float32 tiles without rounding to tf32."""
-    precision = "highest" if lhs.dtype == jnp.float32 else None
-    return plt.dot(lhs, rhs, trans_a=trans_lhs, trans_b=trans_rhs, precision=precision)
+    return plt.dot(lhs, rhs, trans_a=trans_lhs, trans_b=trans_rhs, precision=precision_of(lhs.dtype))
 
 
 def dot_8bit(lhs: jax.Array, rhs: jax.Array, acc: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.device import target_platform
+from pallas_kernels.exact import precision_of, product
 from pallas_kernels.frozen_weight import frozen_product
 from pallas_kernels.problem import Operands, Static
 
@@ -64,7 +65,7 @@ class RowAdapters:
         s_TAR = s_TC.astype(x.dtype).astype(jnp.float32).reshape(-1, A, R) * ops.scale[:, None]
         masked_TC = jnp.where(mine_TA1, s_TAR, 0.0).astype(x.dtype).reshape(-1, A * R)
         low_TN = jnp.matmul(
-            masked_TC, b.reshape(A * R, N), precision=_precision(x.dtype), preferred_element_type=y_TN.dtype
+            masked_TC, b.reshape(A * R, N), precision=precision_of(x.dtype), preferred_element_type=y_TN.dtype
         )
         return (y_TN + low_TN).astype(dtype)
 
@@ -77,18 +78,13 @@ def _down(ops: Operands) -> list[jax.Array]:
 
         if down_all_unsupported_reason(x, as_) is None:
             return [parts.sum(0) for parts in down_all(x, as_)]
-    options: Any = {"precision": _precision(x.dtype), "preferred_element_type": jnp.float32}
-    return [jnp.matmul(x, a, **options) for a in as_]
+    return [product(x, a) for a in as_]
 
 
 def _side_by_side(a_AKR: jax.Array) -> jax.Array:
     """[K, A · R], as it lies in a bank."""
     A, K, R = a_AKR.shape
     return a_AKR.swapaxes(0, 1).reshape(K, A * R)
-
-
-def _precision(dtype: Any) -> str | None:
-    return "highest" if dtype == jnp.float32 else None
 
 
 backend.register(NAME, RowAdapters(joined=True))

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.device import target_platform
+from pallas_kernels.exact import contract
 
 ROWS = ("keys", "values", "latents")  # what is kept of each position; the rest are states
 BLOCK = 32  # positions of a block: fewer share more, more are read in longer runs
@@ -132,9 +133,7 @@ def attend(
     soft_cap: float | None,
 ) -> Float[Array, "G K R C"]:
     """Attention of the R rows of each key head to the S keys that they see."""
-    precision = "highest" if q_GKRC.dtype == jnp.float32 else None
-    scores = jnp.einsum("ikrc,iksc->ikrs", q_GKRC, k_GKSC, precision=precision, preferred_element_type=jnp.float32)
-    scores = scores * scale
+    scores = contract("ikrc,iksc->ikrs", q_GKRC, k_GKSC) * scale
     scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(seen, scores, _MASKED)
     most = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)  # rows that see nothing
@@ -145,11 +144,5 @@ def attend(
         sink_weight = jnp.exp(sink_GKR1 - most)
     weights = jnp.exp(scores - most)
     total = weights.sum(-1, keepdims=True) + sink_weight
-    o_GKRC = jnp.einsum(
-        "ikrs,iksc->ikrc",
-        weights.astype(v_GKSC.dtype),
-        v_GKSC,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    o_GKRC = contract("ikrs,iksc->ikrc", weights.astype(v_GKSC.dtype), v_GKSC)
     return (o_GKRC / jnp.where(total == 0, 1.0, total)).astype(q_GKRC.dtype)

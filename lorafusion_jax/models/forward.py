@@ -19,6 +19,7 @@ from lorafusion_jax.models.rope import query_scale, rope_tables
 from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.models.stream import Stream
 from lorafusion_jax.modules import LoRAContext
+from pallas_kernels.exact import product
 from pallas_kernels.norm import rms_norm
 
 
@@ -88,8 +89,7 @@ def final_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, "*2 D"], config
 
 def logits(hidden: Float[Array, "T D"], head: Float[Array, "D V"], config: ModelConfig) -> Float[Array, "T V"]:
     """Computes all logits in float32: soft_cap · tanh(scale · hidden head / soft_cap)."""
-    precision = "highest" if hidden.dtype == jnp.float32 else None
-    out = jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
+    out = product(hidden, head)
     out = out if config.logit_scale == 1 else out * config.logit_scale
     cap = config.final_soft_cap
     return out if cap is None else cap * jnp.tanh(out / cap)

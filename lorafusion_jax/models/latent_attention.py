@@ -21,6 +21,7 @@ from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.norm import RMSNorm
 from lorafusion_jax.models.rope import apply_rope, halves_of_pairs
 from lorafusion_jax.modules import LoRAContext, LoRALinear, lora_siblings
+from pallas_kernels.exact import contract
 
 
 class LatentSelfAttention(nnx.Module):
@@ -170,26 +171,21 @@ class PairByHead(NamedTuple):
 
     def transposed(self, q_THP: jax.Array, plain: int) -> jax.Array:
         """What the plain channels of q are to latents, [T, H, K]."""
-        y = _product("thp,khp->thk", q_THP, self.w_KHN[..., :plain])
+        y = contract("thp,khp->thk", q_THP, self.w_KHN[..., :plain])
         if self.pair is not None:
             a, b, scale_TA = self.pair
-            s = _product("thp,achp->thac", q_THP, b[..., :plain]) * scale_TA[:, None, :, None]
-            y = y + _product("thac,akc->thk", s.astype(q_THP.dtype), a)
+            s = contract("thp,achp->thac", q_THP, b[..., :plain]) * scale_TA[:, None, :, None]
+            y = y + contract("thac,akc->thk", s.astype(q_THP.dtype), a)
         return y.astype(q_THP.dtype)
 
     def __call__(self, x_THK: jax.Array, plain: int) -> jax.Array:
         """The values of latents by head, [T, H, V]."""
-        y = _product("thk,khv->thv", x_THK, self.w_KHN[..., plain:])
+        y = contract("thk,khv->thv", x_THK, self.w_KHN[..., plain:])
         if self.pair is not None:
             a, b, scale_TA = self.pair
-            s = _product("thk,akc->thac", x_THK, a) * scale_TA[:, None, :, None]
-            y = y + _product("thac,achv->thv", s.astype(x_THK.dtype), b[..., plain:])
+            s = contract("thk,akc->thac", x_THK, a) * scale_TA[:, None, :, None]
+            y = y + contract("thac,achv->thv", s.astype(x_THK.dtype), b[..., plain:])
         return y.astype(x_THK.dtype)
-
-
-def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    precision = "highest" if x.dtype == jnp.float32 else None
-    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _widened(x_THC: jax.Array, width: int) -> jax.Array:

@@ -18,6 +18,7 @@ from lorafusion_jax.families.per_layer_input import GATE, MIX, MIX_NORM, NORM, P
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.norm import RMSNorm, shifted
 from lorafusion_jax.modules import LoRAContext, LoRALinear
+from pallas_kernels.exact import precision_of
 from pallas_kernels.mlp.xla import gate_with
 from pallas_kernels.norm import rms_norm
 
@@ -59,8 +60,7 @@ def own_inputs(
     """
     T, P = len(x_TD), config.input_width
     kernel_LPD = weights[MIX].reshape(-1, P, config.hidden_size)
-    precision = "highest" if x_TD.dtype == jnp.float32 else None
-    projected_LTP = jnp.einsum("td,lpd->ltp", x_TD, kernel_LPD, precision=precision)
+    projected_LTP = jnp.einsum("td,lpd->ltp", x_TD, kernel_LPD, precision=precision_of(x_TD.dtype))
     norm_P = shifted(weights[MIX_NORM], config.norm_offset)
     projected_LTP = rms_norm(_times(projected_LTP, config.hidden_size**-0.5), norm_P, eps=config.norm_eps)
     looked_up_LTP = _times(looked_up, P**0.5).reshape(T, -1, P).swapaxes(0, 1)

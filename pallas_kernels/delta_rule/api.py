@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.delta_rule.chunks import chunk_rows, last_chunks, make_chunks, to_chunks, to_rows
 from pallas_kernels.delta_rule.xla import Walk, delta_rule_in_chunks
 from pallas_kernels.device import interprets, is_hopper
+from pallas_kernels.exact import precision_of
 
 DeltaRuleImplementation = Literal["xla", "pallas_triton"]
 WIDEST = 128  # head width up to which the kernels are the default
@@ -84,7 +85,7 @@ def _rule(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, ids: jax.Array, offsets: jax.Array,
     lengths: jax.Array, implementation: DeltaRuleImplementation | None, *, with_states: bool,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    precision = "highest" if v.dtype == jnp.float32 else None
+    precision = precision_of(v.dtype)
     implementation = implementation or _preferred(q, v)
     walk = _kernel_walk(q, v, precision) if implementation == "pallas_triton" else None
 

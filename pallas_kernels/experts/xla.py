@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.exact import contract
 from pallas_kernels.experts.fp8 import Fp8Experts, Kernels
 from pallas_kernels.experts.rows import ExpertRows
 from pallas_kernels.quantised.fp8 import sum_last
@@ -43,8 +44,8 @@ def forward(
 
     def add(sums, row0, inside, p, e):
         y, s = sums
-        s_JR = _dot("jk,kr->jr", _rows(x_wide, row0, rows), a[p, e].astype(x.dtype)).astype(x.dtype)
-        low_JN = _dot("jr,rn->jn", s_JR, (b[p, e] * scale[p]).astype(x.dtype))
+        s_JR = contract("jk,kr->jr", _rows(x_wide, row0, rows), a[p, e].astype(x.dtype)).astype(x.dtype)
+        low_JN = contract("jr,rn->jn", s_JR, (b[p, e] * scale[p]).astype(x.dtype))
         return _put(y, row0, inside, _rows(y, row0, rows) + low_JN), _put(s, row0, inside, s_JR)
 
     y = _lengthened(_product(x, w, rows, experts, transposed=False), rows)
@@ -64,11 +65,11 @@ def backward(
     def add(sums, row0, inside, p, e):
         dx, da, db = sums
         x_JK, s_JR, dy_JN = (jnp.where(inside, _rows(array, row0, rows), 0) for array in wide)
-        ds_JR = _dot("jn,rn->jr", dy_JN, (b[p, e] * scale[p]).astype(x.dtype)).astype(x.dtype)
-        low_JK = _dot("jr,kr->jk", ds_JR, a[p, e].astype(x.dtype))
+        ds_JR = contract("jn,rn->jr", dy_JN, (b[p, e] * scale[p]).astype(x.dtype)).astype(x.dtype)
+        low_JK = contract("jr,kr->jk", ds_JR, a[p, e].astype(x.dtype))
         ds_JR = jnp.where(inside, ds_JR, 0)  # B may have a NaN, and zero times it is one
-        da = da.at[p, e].add(_dot("jk,jr->kr", x_JK, ds_JR), unique_indices=True)
-        db = db.at[p, e].add(_dot("jr,jn->rn", s_JR, dy_JN) * scale[p], unique_indices=True)
+        da = da.at[p, e].add(contract("jk,jr->kr", x_JK, ds_JR), unique_indices=True)
+        db = db.at[p, e].add(contract("jr,jn->rn", s_JR, dy_JN) * scale[p], unique_indices=True)
         return _put(dx, row0, inside, _rows(dx, row0, rows) + low_JK), da, db
 
     dx = _lengthened(_product(dy, w, rows, experts, transposed=True), rows)
@@ -83,7 +84,7 @@ def _product(x: jax.Array, w: Kernels, rows: ExpertRows, experts: int, *, transp
         return _fp8_product(x, w, rows, transposed=transposed)
     w_EKN = kernels(w, experts)
     spec = "jn,kn->jk" if transposed else "jk,kn->jn"
-    return _over_tiles(x, rows, lambda x_JK, expert: _dot(spec, x_JK, w_EKN[expert]))
+    return _over_tiles(x, rows, lambda x_JK, expert: contract(spec, x_JK, w_EKN[expert]))
 
 
 def _fp8_product(x: jax.Array, w: Fp8Experts, rows: ExpertRows, *, transposed: bool) -> jax.Array:
@@ -145,8 +146,3 @@ def _put(array: jax.Array, row0: jax.Array, inside: jax.Array, values: jax.Array
     """Selects: a NaN in the adapter of these rows must not reach others."""
     current_rows = lax.dynamic_slice_in_dim(array, row0, len(values))
     return lax.dynamic_update_slice_in_dim(array, jnp.where(inside, values, current_rows), row0, axis=0)
-
-
-def _dot(spec: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    precision = "highest" if lhs.dtype == jnp.float32 else None  # tf32 does not keep what float32 promises
-    return jnp.einsum(spec, lhs, rhs, precision=precision, preferred_element_type=jnp.float32)

@@ -20,6 +20,7 @@ from jax import lax
 
 from pallas_kernels.checkpoint_names import named_s
 from pallas_kernels.dropout import inverse_keep, keep_words, unpack
+from pallas_kernels.exact import contract
 from pallas_kernels.frozen_weight import frozen_product, frozen_product_transposed
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import per_tile, row_adapter, select_tiles, sum_tiles
@@ -144,13 +145,13 @@ def _with_bank(
     """Contracts each tile [I, J, ...] with A or B of its adapter [A, ...]."""
     bank = bank.astype(ops.x.dtype)
     if static.single or static.in_order:
-        return _contract(spec, values, bank, dtype)
+        return contract(spec, values, bank, dtype)
     parts = _parts(static, ops)
     if parts == 1:
-        return _contract(spec, values, per_tile(bank, ops.tile_adapter), dtype)
+        return contract(spec, values, per_tile(bank, ops.tile_adapter), dtype)
 
     def product(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _contract(spec, part[0], per_tile(bank, part[1]), dtype)
+        return contract(spec, part[0], per_tile(bank, part[1]), dtype)
 
     # Each part has tiles from all over the rows, so that rows that devices share stay where they are.
     split = (
@@ -182,27 +183,14 @@ def _select(static: Static, ops: Operands, values: jax.Array) -> jax.Array:
 def _sums(static: Static, ops: Operands, spec: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Contracts the rows of tiles [I, J, ...] and adds the tiles of each adapter up: float32 [A, ...]."""
     if static.single:
-        return _contract(spec, lhs, rhs)
+        return contract(spec, lhs, rhs)
     if static.in_order or _parts(static, ops) == 1:
-        return sum_tiles(_contract(spec, lhs, rhs), ops.tile_adapter, static.num_adapters)
+        return sum_tiles(contract(spec, lhs, rhs), ops.tile_adapter, static.num_adapters)
 
     def of_adapter(adapter: jax.Array) -> jax.Array:
         # Both are selected: zero times a NaN of another adapter is one.
         mine = (ops.tile_adapter == adapter)[:, None, None]
         lhs_IJ, rhs_IJ = (jnp.where(mine, values, jnp.zeros((), values.dtype)) for values in (lhs, rhs))
-        return _contract(spec.replace("->i", "->"), lhs_IJ, rhs_IJ)
+        return contract(spec.replace("->i", "->"), lhs_IJ, rhs_IJ)
 
     return lax.map(of_adapter, jnp.arange(static.num_adapters, dtype=ops.tile_adapter.dtype))
-
-
-def _precision(dtype: jnp.dtype) -> str | None:
-    # float32 promises 1e-5, which tf32 products do not keep
-    return "highest" if dtype == jnp.float32 else None
-
-
-def _contract(spec: str, lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Contracts with float32 accumulation.
-
-    Returns float32; pass `dtype` for layer-wide results that are rounded next: float32 would double the bytes written.
-    """
-    return jnp.einsum(spec, lhs, rhs, precision=_precision(lhs.dtype), preferred_element_type=dtype)

@@ -17,6 +17,7 @@ from jax import lax
 
 from lorafusion_jax.models.attention.rule import ScoreRule, checkpointed
 from lorafusion_jax.models.segments import Segments
+from pallas_kernels.exact import contract
 
 BLOCK = 64
 ONE_BLOCK = 256  # so many rows are one block
@@ -183,7 +184,5 @@ def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Contracts; query operands [n, K, G, B, ·] are reshaped to rows [n, K, G·B, ·]."""
     rows = next(x.shape[2:4] for x in (a, b) if x.ndim == 5)
     a, b = (x.reshape(*x.shape[:2], -1, x.shape[-1]) if x.ndim == 5 else x for x in (a, b))
-    # tf32, the GPU default for float32, would lose three digits.
-    precision = "highest" if a.dtype == jnp.float32 else None
-    out = jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
+    out = contract(spec, a, b)
     return out.reshape(*out.shape[:2], *rows, -1) if spec.split("->")[1][2] == "r" else out

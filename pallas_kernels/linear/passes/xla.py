@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dropout as masks
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.exact import contract
 from pallas_kernels.linear.chunks import Chunks
 from pallas_kernels.linear.passes.config import DaConfig, DownConfig, DsdbConfig, ExtraConfig
 from pallas_kernels.policy import RANK_BLOCK
@@ -42,7 +43,7 @@ def down(
 ) -> jax.Array:  # fmt: skip
     del interpret
     blocks = _apply_dropout(x, bits).reshape(-1, config.block_t, x.shape[1])
-    return _product("itk,ikr->itr", blocks, a[block_adapter]).reshape(len(x), -1).astype(x.dtype)
+    return contract("itk,ikr->itr", blocks, a[block_adapter]).reshape(len(x), -1).astype(x.dtype)
 
 
 def da(
@@ -50,7 +51,7 @@ def da(
     interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     del contiguous, interpret
-    return _product(
+    return contract(
         "cjtk,cjtr->ckr",
         _gather_chunks(_apply_dropout(x, bits), chunks, config.block_t),
         _gather_chunks(ds, chunks, config.block_t),
@@ -64,8 +65,8 @@ def dsdb(
     del interpret
     s_columns = s[:, rank_offset : rank_offset + b.shape[1]]
     dy_CTN, s_CTR = (rows.reshape(-1, config.chunk, rows.shape[1]) for rows in (dy, s_columns))
-    ds = _product("ctn,crn->ctr", dy_CTN, b[chunk_adapter])
-    return ds.reshape(1, len(dy), -1), _product("ctn,ctr->cnr", dy_CTN, s_CTR)
+    ds = contract("ctn,crn->ctr", dy_CTN, b[chunk_adapter])
+    return ds.reshape(1, len(dy), -1), contract("ctn,ctr->cnr", dy_CTN, s_CTR)
 
 
 def extra_down(
@@ -74,7 +75,7 @@ def extra_down(
 ) -> jax.Array:  # fmt: skip
     del interpret
     blocks = _apply_dropout(x, bits).reshape(-1, config.block_t, x.shape[1])
-    s = _product("itk,irk->itr" if transposed else "itk,ikr->itr", blocks, bank[block_adapter])
+    s = contract("itk,irk->itr" if transposed else "itk,ikr->itr", blocks, bank[block_adapter])
     return _active(s, active).reshape(len(x), -1).astype(x.dtype)
 
 
@@ -87,7 +88,7 @@ def extra_up(
         -1, config.block_t, bank.shape[2 if transposed else 1]
     )
     s_blocks = _active(s_blocks, active)
-    low = _product("itr,inr->itn" if transposed else "itr,irn->itn", s_blocks, bank[block_adapter])
+    low = contract("itr,inr->itn" if transposed else "itr,irn->itn", s_blocks, bank[block_adapter])
     low = low.reshape(len(s), -1)
     if bits is not None:
         low = jnp.where(masks.unpack(bits, low.shape[1]), low, 0.0)
@@ -105,7 +106,7 @@ def extra_sums(
     rows = config.sum_rows
     s_chunks = _gather_chunks(s, chunks, rows)
     s_chunks = _active(s_chunks.reshape(len(s_chunks), -1, s_chunks.shape[-1]), active).reshape(s_chunks.shape)
-    sums = _product("cjtk,cjtr->ckr", _gather_chunks(_apply_dropout(x, bits), chunks, rows), s_chunks)
+    sums = contract("cjtk,cjtr->ckr", _gather_chunks(_apply_dropout(x, bits), chunks, rows), s_chunks)
     return sums.reshape(*sums.shape[:2], -1, config.ranks).swapaxes(1, 2)
 
 
@@ -143,8 +144,3 @@ def _gather_chunks(rows: jax.Array, chunks: Chunks, block: int) -> jax.Array:
     """Row blocks by chunk, [C, size, block, …]; zeros, selected, where a chunk has no block."""
     blocks = rows.reshape(-1, block, rows.shape[1])[jnp.maximum(chunks.blocks, 0)]
     return jnp.where((chunks.blocks >= 0)[:, :, None, None], blocks, jnp.zeros((), rows.dtype))
-
-
-def _product(spec: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    precision = "highest" if lhs.dtype == jnp.float32 else None  # tf32 does not keep what float32 promises
-    return jnp.einsum(spec, lhs, rhs, precision=precision, preferred_element_type=jnp.float32)

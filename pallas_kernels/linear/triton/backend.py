@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.checkpoint_names import named_bits, named_s
 from pallas_kernels.device import target_platform, wide_integers
+from pallas_kernels.exact import precision_of
 from pallas_kernels.linear import split_graph
 from pallas_kernels.linear.split_graph import Prepared, prepare
 from pallas_kernels.linear.triton.gemm import gemm, gemm_config
@@ -75,14 +76,14 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
         dx = _dx(prepared, fused, dys[fused], ds, bits)
     for i, (dy, w) in enumerate(zip(dys, padded.arrays, strict=True)):
         if i != fused:
-            dx = jnp.matmul(dy, w.T, precision=_precision(dy.dtype)) + dx  # in this order one pass, as on Hopper
+            dx = jnp.matmul(dy, w.T, precision=precision_of(dy.dtype)) + dx  # in this order one pass, as on Hopper
     return dx[: ops.x.shape[0], : ops.x.shape[1]], das, dbs
 
 
 def _project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
     ops, layout, static = prepared.ops, prepared.layout, prepared.static
     if i not in layout.ranks:
-        y = jnp.matmul(ops.x, ops.arrays[i], precision=_precision(ops.x.dtype))
+        y = jnp.matmul(ops.x, ops.arrays[i], precision=precision_of(ops.x.dtype))
         bias = ops.biases[i]
         return y if bias is None else y + bias
     num_in, num_out = ops.ws[i].shape
@@ -156,7 +157,3 @@ def _pad(static: Static, ops: Operands) -> tuple[Static, Operands]:
 def _pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     pads = [(0, padded - size) for size, padded in zip(array.shape, shape, strict=True)]
     return jnp.pad(array, pads) if any(after for _, after in pads) else array
-
-
-def _precision(dtype: jnp.dtype) -> str | None:
-    return "highest" if dtype == jnp.float32 else None  # TF32 has 10 bits: far from the 1e-5 of float32
