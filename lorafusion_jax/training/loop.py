@@ -193,6 +193,7 @@ class PlanRun:
             if event is not None:
                 self._emit(event)
                 self._evaluate_and_export(self._progress.adapters[change.adapter])
+                self._selection.compare()  # before the next change, as in the run that made them
                 added += [change.adapter] if change.action == "add" else []
         if added:
             self._hooks.add(added, self._progress.slot)
@@ -268,6 +269,7 @@ class PlanRun:
     def _end(self, task: Task, slots_done: int) -> None:
         if task.status == "failed":
             self._meter.drop(task.name, slots_done)
+            self._selection.compare()
         self._hooks.finish(task.name, slots_done)
 
     def _compile_missing(self) -> None:

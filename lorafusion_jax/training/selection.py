@@ -40,9 +40,13 @@ class Selection:
             adapter.stop = _lost_patience(adapter, settings, step)
         if self._job.config.halving.compares_at(step, adapter.num_steps):
             adapter.compared[str(step)] = value if math.isfinite(value) else None
+        self.compare()
+        return is_best
+
+    def compare(self) -> None:
+        """Compares the adapters that wait for nobody: after an evaluation, a failure or a change."""
         for group in self._groups():
             self._halve(group)
-        return is_best
 
     def _settings(self, name: str) -> EarlyStopSettings:
         return self._job.config.adapter(name).early_stop

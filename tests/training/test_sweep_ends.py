@@ -23,6 +23,7 @@ from lorafusion_jax.planning.turns import turns
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.session.assembler import Batches
+from lorafusion_jax.session.steps import Steps
 from lorafusion_jax.training import resume, train
 from scheduling import replan
 
@@ -207,6 +208,28 @@ def test_adapters_with_unequal_steps_are_compared_after_a_share_of_their_own(job
     rows = [row for row in read_rows(folder / "shares" / "metrics.jsonl") if row["kind"] == "eval"]
     evaluated = [(row["adapter"], row["step"]) for row in rows]
     assert len(set(evaluated)) == len(evaluated), "who ended at a comparison has its result"
+
+
+def test_who_fails_last_before_a_comparison_does_not_put_it_off(job, folder, batches, kept_programs, monkeypatch):
+    """Nobody is evaluated after it before the next comparison, and all would train on until then."""
+    config = load_config(job(adapters=batches, halving={"first_share": 0.25}, epochs=2))
+    compared_at = {name: 6 if name.endswith("2") else 2 for name in ("fast2", "slow2", "fast6", "slow6")}
+    plan = plan_training(config, prepare(config))
+    ends = {name: (slot, at) for at, (slot, name, batch) in enumerate(plan.batches_ending())
+            if compared_at.get(name) == batch + 1}  # fmt: skip
+    last, read_step = max(ends, key=lambda name: ends[name]), Steps._read_step
+
+    def read(steps, issued):
+        if (issued.task.name, issued.step) == (last, compared_at[last]) and issued.task.status == "running":
+            steps._fail(issued)
+        else:
+            read_step(steps, issued)
+
+    monkeypatch.setattr(Steps, "_read_step", read)
+    adapters = train(config, folder / "fails last").adapters
+    assert adapters[last].status == "failed"
+    halved = {name for name, adapter in adapters.items() if adapter.reason.startswith("halved")}
+    assert any(adapters[name].step == compared_at[name] for name in halved)
 
 
 def test_check_says_that_a_step_is_no_measure_for_unequal_batches(job, batches):
