@@ -139,7 +139,7 @@ def imported_logits(base: Path, folder: Path, tokens: np.ndarray) -> np.ndarray:
     """[2, rows, V]: with the adapter of a PEFT folder, and without."""
     import jax.numpy as jnp
 
-    from lorafusion_jax.models import load_decoder
+    from benchmarks.saved_model import load_decoder
     from lorafusion_jax.peft.folder import put_adapter, read_adapter
 
     spec, arrays = read_adapter(folder)

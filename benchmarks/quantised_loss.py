@@ -42,9 +42,10 @@ from tokenizers import Tokenizer
 from benchmarks.csv_rows import append_row
 from benchmarks.harness import command_line
 from benchmarks.measured_code import write_measured
+from benchmarks.saved_model import load_decoder
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.examples import examples_directory
-from lorafusion_jax.models import Segments, load_decoder
+from lorafusion_jax.models import Segments
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.weights.table import KINDS
 from pallas_kernels.quantised import fp8

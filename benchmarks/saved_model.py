@@ -1,10 +1,11 @@
-"""Writes a decoder as a Hugging Face model directory: bases of tests and benchmarks. The product only reads them."""
+"""Whole decoders in model directories, for tests and benchmarks. The product reads weights onto stages, and no more."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lorafusion_jax.adapters.init import init_leaves
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.families.family import Family
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.pattern import DENSE, SPARSE
@@ -22,6 +25,7 @@ from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import PARALLEL
 from lorafusion_jax.models.decoder import Decoder
 from lorafusion_jax.models.expert_files import Part
+from lorafusion_jax.models.loading import open_frozen
 from lorafusion_jax.models.naming import frozen_tensors
 from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.checkpoint_formats import SINGLE
@@ -42,6 +46,23 @@ def save_decoder(model: Decoder, folder: Path) -> Path:
     text = json.dumps(config_json(model.config) | {"torch_dtype": kind}, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     return folder
+
+
+def load_decoder(folder: Path, adapters: Sequence[AdapterSpec] = (), *, dtype: Any = jnp.bfloat16) -> Decoder:
+    """Reads a model directory into a decoder with newly drawn adapters."""
+    config = ModelConfig.from_hf(folder)
+    model = nnx.eval_shape(lambda: Decoder(config, adapters, dtype=dtype, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    leaves = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    arrays: dict[str, Any] = dict(load_frozen(folder, dtype=dtype))
+    arrays |= init_leaves(adapters, {name: leaf.shape for name, (_, leaf) in leaves.items() if name not in arrays})
+    filled = [(path, leaf.replace(jnp.asarray(arrays[name]))) for name, (path, leaf) in leaves.items()]
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def load_frozen(folder: Path, **options: Any) -> dict[str, Any]:
+    """Reads the weights of a model directory by name; options as in `open_frozen`."""
+    return open_frozen(folder, **options).read()
 
 
 def _part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:

@@ -7,8 +7,6 @@ from lorafusion_jax.models.attention import AttentionImplementation as Attention
 from lorafusion_jax.models.attention import attention as attention
 from lorafusion_jax.models.decoder import Decoder as Decoder
 from lorafusion_jax.models.loading import FrozenReader as FrozenReader
-from lorafusion_jax.models.loading import load_decoder as load_decoder
-from lorafusion_jax.models.loading import load_frozen as load_frozen
 from lorafusion_jax.models.loading import open_frozen as open_frozen
 from lorafusion_jax.models.segments import Segments as Segments
 from lorafusion_jax.models.segments import segment_bucket as segment_bucket

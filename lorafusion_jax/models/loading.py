@@ -22,8 +22,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from lorafusion_jax.adapters.init import init_leaves
-from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import names_in_file
@@ -128,39 +126,6 @@ READERS = 4  # threads; so many tensors may lie on the host at a time
 Weight = jax.Array | dict[str, jax.Array]  # plain, or the arrays of a stored kernel, see `weights.table`
 
 
-def load_decoder(
-    model_dir: str | os.PathLike[str],
-    adapters: Sequence[AdapterSpec] = (),
-    *,
-    dtype: Any = jnp.bfloat16,
-    sharding: Sharding | ShardingRule | None = None,
-) -> Decoder:
-    """Loads a model directory into a decoder with newly initialised LoRA weights.
-
-    Each device reads only the bytes of its own part; the host holds a few tensors at a time.
-
-    Args:
-        model_dir: config.json and safetensors, single or sharded with an index.
-        adapters: see `Decoder`.
-        dtype: dtype of the base weights; conversion runs on the device.
-        sharding: sharding of every leaf, or a function (leaf name such as "layers.0.mlp.up_proj.kernel", shape) →
-            sharding. Default: everything on the first device.
-    Raises:
-        CheckpointError: the architecture is not implemented; files are missing or corrupt; tensors are missing, extra
-            or of the wrong shape (all of them in one message).
-    """
-    config = ModelConfig.from_hf(model_dir)
-    model = nnx.eval_shape(lambda: Decoder(config, adapters, dtype=dtype, rngs=nnx.Rngs(0)))
-    reader = _reader(model_dir, model, dtype, NONE, sharding)
-    graph, state = nnx.split(model)
-    leaves = dict(nnx.to_flat_state(state))
-    arrays = reader.read()
-    for tensor in reader.tensors:
-        leaves[tensor.path] = leaves[tensor.path].replace(arrays[tensor.leaf_name])
-    _draw_adapters(leaves, adapters, reader.sharding_rule)
-    return nnx.merge(graph, nnx.from_flat_state(leaves.items()))
-
-
 def open_frozen(
     model_dir: str | os.PathLike[str],
     *,
@@ -171,29 +136,33 @@ def open_frozen(
     """Checks the headers of a model directory; no weights are read yet.
 
     Args:
-        model_dir, dtype, sharding: see `load_decoder`; a rule is asked for each array of a stored kernel, under the
-            kernel's name and the array's own shape.
+        model_dir: config.json and safetensors, single or sharded with an index.
+        dtype: dtype of the base weights; conversion runs on the device.
+        sharding: sharding of every leaf, or a function (leaf name such as "layers.0.mlp.up_proj.kernel", shape) →
+            sharding, which is asked for each array of a stored kernel, under the kernel's name and the array's own
+            shape. Default: everything on the first device.
         quantize: a name of `weights.table`; from the checkpoint's values, not from those rounded to `dtype`. A
             checkpoint that comes quantised must be stored as it is.
     Raises:
-        CheckpointError: see `load_decoder`.
+        CheckpointError: the architecture is not implemented; files are missing or corrupt; tensors are missing, extra
+            or of the wrong shape (all of them in one message).
         ConfigError: a kind that does not exist, whose package is broken, that cannot store these kernels, or that is
             not the checkpoint's.
     """
     config = ModelConfig.from_hf(model_dir)
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    return _reader(model_dir, model, dtype, quantize, sharding)
-
-
-def load_frozen(
-    model_dir: str | os.PathLike[str],
-    *,
-    dtype: Any = jnp.bfloat16,
-    quantize: str = NONE,
-    sharding: Sharding | ShardingRule | None = None,
-) -> dict[str, Weight]:
-    """Reads a model directory as named weights, see `open_frozen` and `FrozenReader.read`."""
-    return open_frozen(model_dir, dtype=dtype, quantize=quantize, sharding=sharding).read()
+    kind = stored_kind(quantize)
+    check_stored_as(quantize, config.checkpoint_format, where=str(model_dir))
+    form = None if config.checkpoint_format is None else FORMATS[config.checkpoint_format]
+    stored, tensors = _text_tensors(list_tensors(model_dir), frozen_tensors(model), config)
+    tensors = [replace(tensor, parts=_parts(tensor, stored, config)) for tensor in tensors]
+    specs = {name: spec for tensor in tensors for name, spec in tensors_of(tensor, form).items()}
+    check_tensors(specs, stored, config, Path(model_dir))
+    for layer in config.kinds:
+        check_kernels(quantize, layer.kernel_shapes())
+    return FrozenReader(
+        tensors=tensors, stored=stored, dtype=jnp.dtype(dtype), kind=kind, form=form, sharding_rule=_rule(sharding)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,27 +251,6 @@ class FrozenReader:
         return _read_tensor(tensor, self.stored, dtype, kind, self.sharding_rule)
 
 
-def _reader(
-    model_dir: str | os.PathLike[str],
-    model: Decoder,
-    dtype: Any,
-    quantize: str,
-    sharding: Sharding | ShardingRule | None,
-) -> FrozenReader:
-    config, kind = model.config, stored_kind(quantize)
-    check_stored_as(quantize, config.checkpoint_format, where=str(model_dir))
-    form = None if config.checkpoint_format is None else FORMATS[config.checkpoint_format]
-    stored, tensors = _text_tensors(list_tensors(model_dir), frozen_tensors(model), config)
-    tensors = [replace(tensor, parts=_parts(tensor, stored, config)) for tensor in tensors]
-    specs = {name: spec for tensor in tensors for name, spec in tensors_of(tensor, form).items()}
-    check_tensors(specs, stored, config, Path(model_dir))
-    for layer in config.kinds:
-        check_kernels(quantize, layer.kernel_shapes())
-    return FrozenReader(
-        tensors=tensors, stored=stored, dtype=jnp.dtype(dtype), kind=kind, form=form, sharding_rule=_rule(sharding)
-    )
-
-
 def _parts(tensor: Tensor, stored: Mapping[str, Stored], config: ModelConfig) -> tuple[Part, ...]:
     """The parts of a leaf as they are stored; a kernel is its own part where it is packed."""
     whole_kernel = (Part(name=tensor.name, shape=tensor.shape),) if tensor.transposed and config.packed else ()
@@ -372,10 +320,3 @@ def _convert(dtype: np.dtype, transposed: bool, target: Sharding) -> Callable[[j
 @lru_cache(maxsize=256)
 def _quantise(kind: StoredKind, targets: tuple[tuple[str, Sharding], ...]) -> Callable[[jax.Array], Any]:
     return jax.jit(lambda x: dict(kind.quantise(x.T.astype(jnp.float32))), out_shardings=dict(targets))
-
-
-def _draw_adapters(leaves: dict, adapters: Sequence[AdapterSpec], rule: ShardingRule) -> None:
-    names = {".".join(map(str, path)): path for path, leaf in leaves.items() if isinstance(leaf, nnx.LoRAParam)}
-    arrays = init_leaves(adapters, {name: leaves[path].shape for name, path in names.items()})
-    for name, path in names.items():
-        leaves[path] = leaves[path].replace(jax.device_put(arrays[name], rule(name, arrays[name].shape)))

@@ -78,7 +78,7 @@ class StageWeights:
 def cut(
     frozen: Mapping[str, Any], model: ModelConfig, stages: Sequence[Extent], only: Collection[int] | None = None
 ) -> list[StageWeights]:
-    """Splits the weights from `load_frozen` by stage. A tied embedding goes to the first and the last stage.
+    """Splits the weights of `FrozenReader.read` by stage. A tied embedding goes to the first and the last stage.
 
     Args:
         only: numbers of the stages to return; the weights of others may be missing (None: all).

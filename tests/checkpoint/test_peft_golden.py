@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from lorafusion_jax.models import Segments, load_decoder
+from benchmarks.saved_model import load_decoder
+from lorafusion_jax.models import Segments
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.peft.folder import export_adapter, put_adapter, read_adapter
 from lorafusion_jax.peft.merge import merge_adapter

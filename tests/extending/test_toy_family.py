@@ -15,10 +15,11 @@ import small_jobs
 from drawn import GOLDEN, distances, golden, golden_tokens
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.saved_model import load_decoder
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
-from lorafusion_jax.models import ModelConfig, Segments, load_decoder
+from lorafusion_jax.models import ModelConfig, Segments
 
 SOURCE = """
 from lorafusion_jax.extend import Family

@@ -162,7 +162,8 @@ def read_base(base: Path) -> Callable[[list[int]], np.ndarray]:
     import jax.numpy as jnp
     from flax import nnx
 
-    from lorafusion_jax.models import Segments, load_decoder
+    from benchmarks.saved_model import load_decoder
+    from lorafusion_jax.models import Segments
 
     model, run_model = load_decoder(base, dtype=jnp.float32), nnx.jit(lambda model, *inputs: model(*inputs))
 

@@ -22,6 +22,7 @@ from drawn import CASES_FILE, TOKENS, tokens
 from more_cases import mostly_nightly, nightly
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.saved_model import load_frozen
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.generation.generator import Generator
@@ -32,7 +33,6 @@ from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.models import ModelConfig, Segments
 from lorafusion_jax.models.experts import choose_experts
-from lorafusion_jax.models.loading import load_frozen
 from lorafusion_jax.peft.folder import read_adapter, write_adapter
 from lorafusion_jax.peft.merge import merge_adapter
 from lorafusion_jax.peft.settings import text_name

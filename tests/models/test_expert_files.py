@@ -12,10 +12,10 @@ from drawn import GOLDEN, distances, golden, golden_tokens
 from more_cases import nightly
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.saved_model import save_decoder
+from benchmarks.saved_model import load_decoder, load_frozen, save_decoder
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.experts import Experts, Router
-from lorafusion_jax.models import Decoder, ModelConfig, Segments, load_decoder, load_frozen
+from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.forward import logits
 from lorafusion_jax.peft.folder import export_adapter, read_adapter
 from lorafusion_jax.peft.merge import merge_adapter, merge_arrays

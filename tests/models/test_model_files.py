@@ -15,16 +15,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.saved_model import save_decoder
-from lorafusion_jax.adapters.spec import AdapterSpec
+from benchmarks.saved_model import load_decoder, load_frozen, save_decoder
 from lorafusion_jax.checkpoint.base_weights import header_problems
 from lorafusion_jax.errors import CheckpointError, ErrorList
-from lorafusion_jax.models import Decoder, ModelConfig, Segments, load_decoder, loading
+from lorafusion_jax.models import Decoder, ModelConfig, Segments, loading
 
-ADAPTERS = (
-    AdapterSpec(name="a", rank=2, alpha=4),
-    AdapterSpec(name="b", rank=3, alpha=4, targets=("q_proj", "down_proj")),
-)
 TIED, PLAIN = golden("qwen2_tied"), golden("llama2")
 
 
@@ -60,17 +55,9 @@ def test_weights_of_accelerators_are_those_of_the_host(dtype, monkeypatch):
     def rule(name, shape):
         return NamedSharding(mesh, PartitionSpec("rows") if len(shape) == 2 else PartitionSpec())
 
-    on_host = leaves(load_decoder(PLAIN, dtype=dtype, sharding=rule))
+    on_host = load_frozen(PLAIN, dtype=dtype, sharding=rule)
     monkeypatch.setattr(loading, "on_host", lambda sharding: False)
-    chex.assert_trees_all_equal(leaves(load_decoder(PLAIN, dtype=dtype, sharding=rule)), on_host)
-
-
-def test_lora_leaves_are_those_of_a_fresh_decoder():
-    fresh = leaves(Decoder(ModelConfig.from_hf(PLAIN), ADAPTERS, dtype=jnp.float32))
-    loaded = leaves(load_decoder(PLAIN, ADAPTERS, dtype=jnp.bfloat16))
-    for name in (name for name in fresh if "lora" in name):
-        chex.assert_type(loaded[name], np.float32)
-        chex.assert_trees_all_equal(loaded[name], fresh[name])
+    chex.assert_trees_all_equal(load_frozen(PLAIN, dtype=dtype, sharding=rule), on_host)
 
 
 def test_tied_head_is_the_embedding():
@@ -91,14 +78,12 @@ def test_each_device_reads_and_holds_its_part(monkeypatch):
         split = ("rows", "columns") if name.endswith("kernel") else ("rows", None) if name.startswith("embed") else ()
         return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 2), *split))
 
-    alone = load_decoder(PLAIN, ADAPTERS[:1], dtype=jnp.float32)
+    alone = load_frozen(PLAIN, dtype=jnp.float32)
     monkeypatch.setattr(loading, "read_slice", watched)
-    spread = load_decoder(PLAIN, ADAPTERS[:1], dtype=jnp.float32, sharding=rule)
-    pairs = zip(nnx.to_flat_state(nnx.state(alone)), nnx.to_flat_state(nnx.state(spread)), strict=True)
-    for (path, wanted), (_, got) in pairs:
-        name = ".".join(map(str, path))
-        assert got[...].sharding.is_equivalent_to(rule(name, got.shape), got[...].ndim), name
-        np.testing.assert_array_equal(got[...], wanted[...], err_msg=name)
+    spread = load_frozen(PLAIN, dtype=jnp.float32, sharding=rule)
+    for name, wanted in alone.items():
+        assert spread[name].sharding.is_equivalent_to(rule(name, wanted.shape), wanted.ndim), name
+        np.testing.assert_array_equal(spread[name], wanted, err_msg=name)
     assert most["model.layers.1.mlp.up_proj.weight"] == 16 * 24 // 4, "a device read more than its part"
     assert most["model.embed_tokens.weight"] == 48 * 16 // 2, "a device read more than its part"
 
@@ -115,7 +100,7 @@ def test_host_holds_about_one_tensor(tmp_path):
     save_decoder(big, tmp_path / "big")
     tracemalloc.start()
     try:
-        load_decoder(tmp_path / "big", dtype=jnp.bfloat16)
+        load_frozen(tmp_path / "big", dtype=jnp.bfloat16)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from test_drawn_families import FORWARD, ROWS
 
+from benchmarks.saved_model import load_decoder
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
@@ -19,7 +20,7 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.multimodal import WRAPPERS, root_in_peft
 from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.layout.layer import saved_path
-from lorafusion_jax.models import ModelConfig, load_decoder
+from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.peft.combine import combine_adapters
 from lorafusion_jax.peft.folder import read_adapter, read_described, write_adapter
 from lorafusion_jax.peft.merge import merge_arrays

@@ -15,11 +15,11 @@ from drawn import golden
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.saved_model import save_decoder
+from benchmarks.saved_model import load_frozen, save_decoder
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.models import Decoder, ModelConfig, load_frozen
+from lorafusion_jax.models import Decoder, ModelConfig
 from lorafusion_jax.peft.folder import export_adapter
 from lorafusion_jax.peft.merge import merge_adapter
 

@@ -16,9 +16,10 @@ from more_cases import mostly_nightly, nightly
 
 from benchmarks.agreement import PARITY
 from benchmarks.csv_rows import rows
+from benchmarks.saved_model import load_decoder
 from lorafusion_jax.data.assemble import Piece, assemble
 from lorafusion_jax.layout.layer import saved_path
-from lorafusion_jax.models import Segments, load_decoder
+from lorafusion_jax.models import Segments
 from lorafusion_jax.models.forward import logits
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.objective.loss import token_losses

@@ -8,7 +8,8 @@ from drawn import FACTOR, GOLDEN, distances, golden, golden_tokens
 from flax import nnx
 from more_cases import nightly
 
-from lorafusion_jax.models import Segments, load_decoder
+from benchmarks.saved_model import load_decoder
+from lorafusion_jax.models import Segments
 from lorafusion_jax.models.balance import balance_losses, count_choices, rows_inside
 from lorafusion_jax.models.forward import embed, final_norm, layer_inputs
 from lorafusion_jax.modules import LoRAContext

@@ -11,7 +11,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from lorafusion_jax.models import Segments, load_decoder, load_frozen
+from benchmarks.saved_model import load_decoder, load_frozen
+from lorafusion_jax.models import Segments
 from lorafusion_jax.models.forward import logits
 from lorafusion_jax.weights.table import stored_kind
 

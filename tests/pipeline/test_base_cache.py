@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import pytest
 from more_cases import nightly
 
+from benchmarks.saved_model import load_frozen
 from lorafusion_jax.checkpoint import weight_cache
 from lorafusion_jax.config.schema import BaseSettings
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.models import load_frozen, open_frozen
+from lorafusion_jax.models import open_frozen
 from lorafusion_jax.session.base_cache import open_cache
 from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.weights import entry as entry_module

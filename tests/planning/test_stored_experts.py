@@ -13,9 +13,10 @@ from drawn import golden
 from jax.sharding import NamedSharding
 from memory_problems import problem
 
+from benchmarks.saved_model import load_frozen
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.layout.layer import EXPERTS
-from lorafusion_jax.models import ModelConfig, load_frozen
+from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning.memory.stored import kernel_bytes
 from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.session.parts import Parts

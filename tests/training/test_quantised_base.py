@@ -18,12 +18,13 @@ from more_cases import mostly_nightly, nightly
 from safetensors.numpy import load_file, save_file
 from small_jobs import exported, largest_difference, store_base_as, two_adapters, write_job, write_rows
 
+from benchmarks.saved_model import load_frozen
 from lorafusion_jax.checkpoint import weight_cache
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.models import ModelConfig, load_frozen
+from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.peft.write_config import config_of
 from lorafusion_jax.report.recorder import read_rows

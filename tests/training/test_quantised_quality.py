@@ -12,10 +12,11 @@ import optax
 import pytest
 from flax import nnx
 
+from benchmarks.saved_model import load_decoder
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.examples import examples_directory
-from lorafusion_jax.models import Segments, load_decoder
+from lorafusion_jax.models import Segments
 from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.quantised import fp8
 

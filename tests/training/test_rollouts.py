@@ -10,10 +10,10 @@ import pytest
 from small_jobs import exported, largest_difference, write_job, write_rows
 
 import lorafusion_jax as lf
+from benchmarks.saved_model import load_decoder
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.log_file import read_rows
-from lorafusion_jax.models import load_decoder
 from lorafusion_jax.objective.choose import choose
 from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.events import SlotDone

@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.saved_model import load_decoder, load_frozen
 from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.errors import CheckpointError, ConfigError
-from lorafusion_jax.models import load_decoder, load_frozen
 from lorafusion_jax.models.checkpoint import list_tensors
 from lorafusion_jax.weights.table import stored_kind
 
