@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,11 +41,18 @@ def advantages_of(rewards_PG: np.ndarray, estimator: str) -> np.ndarray:
     return np.nan_to_num(_ESTIMATORS[estimator](rewards), nan=0.0)
 
 
+def _above_least(rewards: np.ndarray, axis: int | None = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Returns rewards less the least of them, and that one: sums of equal rewards have no rounding."""
+    least = np.where(np.isnan(rewards), np.inf, rewards).min(axis=axis, keepdims=True)
+    return rewards - least, least
+
+
 def _mean(rewards: np.ndarray, axis: int | None = 1) -> np.ndarray:
+    above, least = _above_least(rewards, axis)
     judged = ~np.isnan(rewards)
     counts = judged.sum(axis=axis, keepdims=True)
-    sums = np.where(judged, rewards, 0.0).sum(axis=axis, keepdims=True)
-    return np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
+    sums = np.where(judged, above, 0.0).sum(axis=axis, keepdims=True)
+    return least + np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
 
 
 def _deviation(rewards: np.ndarray, axis: int | None = 1) -> np.ndarray:
@@ -58,10 +65,11 @@ def _deviation(rewards: np.ndarray, axis: int | None = 1) -> np.ndarray:
 
 
 def _leave_one_out(rewards: np.ndarray) -> np.ndarray:
+    above, _ = _above_least(rewards)
     judged = ~np.isnan(rewards)
     others = judged.sum(axis=1, keepdims=True) - 1
-    sums = np.where(judged, rewards, 0.0).sum(axis=1, keepdims=True) - rewards
-    return rewards - np.divide(sums, others, out=np.full(sums.shape, np.nan), where=others > 0)
+    sums = np.where(judged, above, 0.0).sum(axis=1, keepdims=True) - above
+    return above - np.divide(sums, others, out=np.full(sums.shape, np.nan), where=others > 0)
 
 
 _ESTIMATORS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -84,6 +92,8 @@ class Turns:
         ended: whether the last answer ended itself, rather than by a limit.
         reward: None: no reward judges it.
         reference: log p of each token under the reference, 0 for those of the tool; empty without one.
+        policy: log p of each token under the adapter, of a pass like that of the reference: the divergence of equal
+            weights is exactly 0, and not rounding of the sampler's products. Empty: those of the sampler.
     """
 
     tokens: list[int]
@@ -93,6 +103,7 @@ class Turns:
     ended: bool = False
     reward: float | None = None
     reference: list[float]
+    policy: list[float] = field(default_factory=list)
 
     @classmethod
     def empty(cls) -> Turns:
@@ -145,23 +156,29 @@ class Drawn:
         sampled = [answer.sampled for answer in self.answers]
         return samples_of(prompts, sampled, np.zeros(len(sampled)), report)
 
-    def take_reference(self, samples: TokenizedSet, logprobs_T: np.ndarray) -> None:
-        """Notes what the reference says of the samples."""
+    def take_reference(self, samples: TokenizedSet, reference_T: np.ndarray, policy_T: np.ndarray | None) -> None:
+        """Notes log p of the samples under the reference and, where rewards need the difference, the adapter."""
         for answer, end in zip(self.answers, samples.offsets[1:].tolist(), strict=True):
-            answer.reference = logprobs_T[end - len(answer.tokens) : end].tolist()
+            start = end - len(answer.tokens)
+            answer.reference = reference_T[start:end].tolist()
+            answer.policy = [] if policy_T is None else policy_T[start:end].tolist()
 
     def to_batch(self, adapter: AdapterConfig, prompts: Sequence[PromptRow], report: DataReport) -> RolloutBatch:
         """Returns the samples with their advantages, and the metrics of the step."""
         objective, options = adapter.objective.chosen.objective, adapter.objective.chosen.options
         rewards = np.array([math.nan if answer.reward is None else answer.reward for answer in self.answers])
         penalised, samples = rewards, self.samples(prompts, report)
-        reference = _reference(samples, self.answers)
+        reference, policy = (_of_tokens(samples, self.answers, name) for name in ("reference", "policy"))
+        old = samples.values[OLD]
+        policy = old if policy is None else policy
         if reference is not None and objective.reward_kl is not None:
-            kl = samples.sum_segments(np.where(samples.loss_mask, samples.values[OLD] - reference, 0.0))[:, 0]
+            kl = samples.sum_segments(np.where(samples.loss_mask, policy - reference, 0.0))[:, 0]
             penalised = rewards - objective.reward_kl(options) * kl
         advantages = advantages_of(penalised.reshape(-1, adapter.rollout.group), estimator_of(adapter)).reshape(-1)
         if objective.advantages == "none":  # it makes advantages of the rewards itself, and of NaN none
             advantages = np.where(np.isnan(rewards), np.nan, advantages)
+            if reference is not None:  # it takes the difference to the sampler's log p off the reward of each token
+                reference = old - (policy - reference)
         samples = samples_of(prompts, [answer.sampled for answer in self.answers], advantages, report)
         judged = rewards[~np.isnan(rewards)]
         return RolloutBatch(
@@ -177,10 +194,11 @@ class Drawn:
         )
 
 
-def _reference(samples: TokenizedSet, answers: Sequence[Turns]) -> np.ndarray | None:
-    if not answers[0].reference:
+def _of_tokens(samples: TokenizedSet, answers: Sequence[Turns], name: str) -> np.ndarray | None:
+    """The values of an attribute of the answers, at their tokens; None where they have none."""
+    if not getattr(answers[0], name):
         return None
-    reference = np.zeros(len(samples.tokens), np.float32)
+    values = np.zeros(len(samples.tokens), np.float32)
     for answer, end in zip(answers, samples.offsets[1:].tolist(), strict=True):
-        reference[end - len(answer.tokens) : end] = answer.reference
-    return reference
+        values[end - len(answer.tokens) : end] = getattr(answer, name)
+    return values

@@ -45,6 +45,7 @@ from lorafusion_jax.session.references import (
     SetPass,
     finish,
     open_passes,
+    pass_over_batch,
     reference_passes,
     rollout_reference,
 )  # fmt: skip
@@ -403,6 +404,17 @@ class Session(PagedSession):
         reference = self._rollout_references[name][1]
         with self.executor.blaming(None, None):
             return finish(reference.pass_over(config, samples, self.executor.describe).run(self.executor))
+
+    def logprobs(self, name: str, samples: TokenizedSet) -> Any:
+        """Computes log p of the learned tokens of some samples, [T], under an adapter as it is now. Waits.
+
+        Its products are those of `reference_logprobs`: the two differ as the weights do, and not by rounding.
+        """
+        config = without_places(self.config.model_copy(update={"adapters": (self.tasks[name].adapter,)}))
+        place, describe = self.index[name], self.executor.describe
+        with self.executor.blaming(None, None):
+            one_pass = pass_over_batch(config, samples, stages=self.stages, position=place, describe=describe)
+            return finish(one_pass.run(self.executor))
 
     def scores(self, name: str, judge: str, samples: TokenizedSet) -> list[float]:
         """Computes what a reward adapter gives for each answer that an adapter has sampled. Waits.

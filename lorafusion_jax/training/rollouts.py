@@ -284,10 +284,13 @@ class Rollouts:
 
     def _refer(self, drawn: Drawn, prompts: Sequence[PromptRow]) -> None:
         """Adds what the reference says, if the objective compares with one."""
-        if not self._config_of(drawn.adapter).objective.chosen.compares:
+        name, chosen = drawn.adapter, self._config_of(drawn.adapter).objective.chosen
+        if not chosen.compares:
             return
-        samples = drawn.samples(prompts, self._data_of(drawn.adapter).train.report)
-        drawn.take_reference(samples, self._session.reference_logprobs(drawn.adapter, samples))
+        samples = drawn.samples(prompts, self._data_of(name).train.report)
+        in_reward = chosen.objective.reward_kl is not None or chosen.objective.advantages == "none"
+        policy = self._session.logprobs(name, samples) if in_reward else None
+        drawn.take_reference(samples, self._session.reference_logprobs(name, samples), policy)
 
     def _fill(self, drawn: Drawn) -> None:
         name = drawn.adapter

@@ -225,6 +225,12 @@ def test_advantages_are_the_formulas():
         np.testing.assert_allclose(advantages_of(rewards, estimator), advantages, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("estimator", ["group", "batch", "mean", "leave_one_out", "global"])
+def test_equal_rewards_have_no_advantage_by_rounding(estimator):
+    rewards = np.array([[0.7] * 6, [0.7] * 5 + [np.nan]])  # sums of 0.7 round
+    assert not advantages_of(rewards, estimator).any()
+
+
 @pytest.mark.parametrize("estimator", ["group", "batch", "mean", "leave_one_out", "global", "none"])
 def test_an_answer_that_is_not_judged_changes_nothing(estimator):
     judged = np.array([[1.0, 2.0, 4.0], [3.0, 3.0, 0.0]])

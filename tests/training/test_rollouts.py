@@ -56,7 +56,7 @@ ADAPTERS = [
         "name": "rloo",
         "objective": {"name": "rloo", "beta": 0.1},
         "rollout": ROLLOUT
-        | {"reward": {"match": "[aeiou]"}, "lag": 1, "turns": 2, "tool": "rewards.py:echo", "tool_tokens": 24},
+        | {"reward": "rewards.py:letters", "lag": 1, "turns": 2, "tool": "rewards.py:echo", "tool_tokens": 24},
         "data": {"max_length": 64},
         "batch": {"global_samples": 12},
         "lora": {"rank": 4},
@@ -141,6 +141,8 @@ def test_adapters_train_on_what_they_sample_beside_others(together):
     on_policy = steps_of(together, "ppo")
     assert all(row["lag"] == 0 for row in on_policy)
     assert max(abs(row["ratio"] - 1) for row in on_policy) < 1e-5  # the sampler's log p is the trainer's
+    assert on_policy[0]["kl"] == 0  # the adapter is its reference, and rounding of the sampler is no reward
+    assert on_policy[1]["kl"] != 0
     lags = [row["lag"] for row in steps_of(together, "rloo")]
     assert set(lags) <= {0, 1}
     assert any(row["kl"] != 0 for row in steps_of(together, "rloo"))
