@@ -28,7 +28,8 @@ class SamplingParams:
 
     Args:
         max_tokens: new tokens at most.
-        seed: of the first sample; the others have the seeds after it (None: 0).
+        seed: of the first sample; the others have the seeds after it (None: 0 for the first sample of a session, and
+            then one after another).
         stop: texts, or token ids, that end a sample (None: the model's own tokens; []: nothing ends it early).
         temperature: divides the logits; 0 always takes the most probable token.
         top_k: keeps the k most probable tokens (-1: all).

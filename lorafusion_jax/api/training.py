@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -179,6 +179,7 @@ class _Shared:
     clients: int = 0
     numbers: Any = field(default_factory=itertools.count)
     banks: dict[Any, SamplerBank] = field(default_factory=dict)
+    seeds: int = 0  # that samples without a seed have had; only the session's thread draws
     writers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "writes"))
 
 
@@ -274,11 +275,11 @@ class TrainingClient:
         return SamplingClient(self._shared, self._task, state.weights)
 
     def load_state(self, path: str | Path) -> CallFuture[None]:
-        """Loads the weights of a `save_state`; the optimizer begins anew."""
+        """Loads the weights of a `save_state`, after saves before it are written; the optimizer begins anew."""
         return self._load(path, optimizer=False)
 
     def load_state_with_optimizer(self, path: str | Path) -> CallFuture[None]:
-        """Continues from a `save_state`."""
+        """Continues from a `save_state`, after saves before it are written."""
         return self._load(path, optimizer=True)
 
     @names_unknown
@@ -325,18 +326,29 @@ class TrainingClient:
     def _write(
         self, call: SaveState, target: Path, write: Callable[[AdapterState, Path], Path], overwrite: bool
     ) -> CallFuture[Path]:
-        if target.exists() and not overwrite:
-            raise RunError("save.exists", f"{target} exists.", fix="another path, or overwrite=True")
+        def refuse_existing() -> None:
+            if target.exists() and not overwrite:
+                raise RunError("save.exists", f"{target} exists.", fix="another path, or overwrite=True")
+
+        def write_new() -> Path:
+            refuse_existing()  # calls before this one may have written it by now
+            return write(state.result(), target)
+
+        refuse_existing()
         state = self._stream.submit(call)
-        return CallFuture(self._shared.writers.submit(lambda: write(state.result(), target)))
+
+        return CallFuture(self._shared.writers.submit(write_new))
 
     def _load(self, path: str | Path, *, optimizer: bool) -> CallFuture[None]:
-        folder = Path(path)
+        # Where saves are written, so that it reads what calls before it have saved there.
+        state = self._shared.writers.submit(self._read_state, Path(path)).result()
+        return CallFuture(self._stream.submit(LoadState(state=state, optimizer=optimizer)))
+
+    def _read_state(self, folder: Path) -> AdapterState:
         if not folder.is_dir() or (folder / CONFIG_FILE).is_file():
             message = f"{folder} is a PEFT folder." if folder.is_dir() else f"there is no folder {folder}."
             raise CheckpointError("state.missing", message, fix="the folder of a save_state")
-        state = AdapterState.read(folder, self._task.adapter)
-        return CallFuture(self._stream.submit(LoadState(state=state, optimizer=optimizer)))
+        return AdapterState.read(folder, self._task.adapter)
 
 
 class SamplingClient:
@@ -363,7 +375,9 @@ class SamplingClient:
             key = self._task.spec.rank, self._task.spec.targets, self._task.spec.scale
             if key not in self._shared.banks:
                 self._shared.banks[key] = SamplerBank(session, self._task)
-            return self._shared.banks[key].sample(self._number, self._weights, tokens, num_samples, params)
+            with_seed = replace(params, seed=self._shared.seeds) if params.seed is None else params
+            self._shared.seeds += num_samples if params.seed is None else 0
+            return self._shared.banks[key].sample(self._number, self._weights, tokens, num_samples, with_seed)
 
         return CallFuture(self._shared.thread.do(sample))
 

@@ -9,6 +9,7 @@ import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +31,7 @@ from stream_clients import (
 )
 
 import lorafusion_jax as lf
+from lorafusion_jax.api import training
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
@@ -398,6 +400,44 @@ def test_states_and_folders(client, opened, tmp_path):
             np.testing.assert_allclose(now, before, atol=1e-5)
         other.load_state(tmp_path / "state").result()
         assert other.optim_step().result().step == 1
+
+
+def test_calls_read_and_keep_what_earlier_calls_write(client, tmp_path):
+    """Though nobody waits for them."""
+    path = tmp_path / "state"
+    saves = [client.save_state(path), client.save_state(path)]
+    client.forward_backward(data())
+    client.optim_step(learning_rate=1e-1)
+    expected = logprobs(client)
+    client.save_state(path, overwrite=True)
+    client.forward_backward(data())
+    client.optim_step(learning_rate=1e-1)
+    client.load_state(path)
+    chex.assert_trees_all_equal(logprobs(client), expected)
+    assert saves[0].result() == path
+    with pytest.raises(LoraFusionError, match=r"save\.exists"):
+        saves[1].result()
+
+
+def test_samples_without_a_seed_differ(client, opened, monkeypatch):
+    asked = []
+
+    class Bank:
+        def __init__(self, *_):
+            """Draws nothing."""
+
+        def sample(self, number, weights, prompt, samples, params):
+            asked.append([params.seed + sample for sample in range(samples)])
+
+    monkeypatch.setattr(training, "SamplerBank", Bank)
+    monkeypatch.setattr(opened._shared, "banks", {})
+    for _ in range(2):
+        sampler = client.save_weights_and_get_sampling_client()
+        for count, settings in ((2, {}), (1, {"seed": 7}), (3, {"temperature": 0.5})):
+            sampler.sample([1, 2], count, **settings).result()
+    assert asked[1] == asked[4] == [7]
+    drawn = [seed for seeds in asked[:1] + asked[2:4] + asked[5:] for seed in seeds]
+    assert len(set(drawn)) == len(drawn) == 10
 
 
 def test_failed_calls_say_why_and_add_nothing(client):
