@@ -136,8 +136,6 @@ def load_prompts(
         dropped=tuple(rows.number(number) for number, _ in bad),
         too_long=tuple(rows.number(number) for number in too_long),
         uncut=quantiles([len(entry.tokens) for entry in prompts.values()]),
-        template_hash=tokenizer.template_hash,
-        data_hash=raw.digest[:16],
         notes=tuple(notes),
     )
     reserved = [0] * adapter.rollout.reserved_tokens

@@ -287,8 +287,6 @@ def _collect(
         dropped=tuple(rows.number(row) for row in fit.dropped),
         too_long=tuple(rows.number(row) for row in fit.too_long),
         uncut=quantiles([len(sample.tokens) for sample in encoded]),
-        template_hash="plain" if layout.format in ("text", FORMAT) else tokenizer.template_hash,
-        data_hash=raw.digest[:16],
         notes=(*_unused_notes(layout, settings), *rendered.notes),
     )
     return TokenizedSet(

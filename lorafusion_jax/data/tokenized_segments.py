@@ -123,8 +123,6 @@ def tokenize_segments(
         dropped=rows_of(dropped),
         too_long=rows_of(too_long),
         uncut=quantiles(longest),
-        template_hash=tokenizer.template_hash,
-        data_hash=raw.digest[:16],
         notes=tuple(dict.fromkeys([*_unused(rows, columns, adapter), *notes])),
     )
     return _collect(parts, [samples[number] for number in order], rows, chosen, report)

@@ -49,8 +49,6 @@ class DataReport:
         dropped: rows removed because they have no learned token.
         too_long: rows removed because data.on_long is drop.
         uncut: 50, 90, 98 and 100 % quantiles of the lengths before cutting.
-        template_hash: hash of the chat template, `plain` if none was used.
-        data_hash: hash of the source's content.
         notes: notes on content that the tokens omit, each with a code: unused columns, text that the chat template
             leaves out.
         parts: of each file, if there are several.
@@ -68,8 +66,6 @@ class DataReport:
     dropped: tuple[int, ...]
     too_long: tuple[int, ...]
     uncut: tuple[int, ...]
-    template_hash: str
-    data_hash: str
     notes: tuple[str, ...] = ()
     parts: tuple[DataReport, ...] = ()
 

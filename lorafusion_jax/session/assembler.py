@@ -88,14 +88,7 @@ class Shape:
         return replace(self, table=joined, state=self.state or state)
 
 
-def places_for_segments(batch: BatchSettings) -> int:
-    """Segments of a microbatch of a session with free places."""
-    return num_segments(max(1, batch.largest // TOKENS_OF_A_SEGMENT)) - 1
-
-
-def first_tail(
-    batch: BatchSettings, mesh: MeshSettings, num_places: int, most_segments: int, *, reproducible: bool = False
-) -> Tail:
+def first_tail(batch: BatchSettings, mesh: MeshSettings, num_places: int, *, reproducible: bool = False) -> Tail:
     """What the first window of a session must respect: its limits."""
     return Tail(
         limits=Limits(
@@ -105,7 +98,7 @@ def first_tail(
             data_parallel=mesh.replicas,
             tile_tokens=batch.tile_tokens,
         ),
-        most_segments=most_segments,
+        most_segments=num_segments(max(1, batch.largest // TOKENS_OF_A_SEGMENT)) - 1,
         most_adapters=1 if reproducible else min(num_places, MOST_ADAPTERS),
         reproducible=reproducible,
     )

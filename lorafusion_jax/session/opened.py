@@ -23,7 +23,7 @@ from lorafusion_jax.peft.folder import Arrays
 from lorafusion_jax.planning.held_out import size_of_set
 from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.ahead import Ahead
-from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, first_tail, places_for_segments, refs_of_set
+from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, first_tail, refs_of_set
 from lorafusion_jax.session.bank import Bank
 from lorafusion_jax.session.base import Facts, check_tables, has_room_for_a_state, open_base
 from lorafusion_jax.session.base_cache import BaseFiles
@@ -150,10 +150,8 @@ class OpenSession:
         batch: BatchSettings | None = None,
         train: TrainSettings | None = None,
         directory: str = ".",
-        most_segments: int | None = None,
         reproducible: bool = False,
         row_targets: int = 0,
-        base_files: BaseFiles | None = None,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> Self:
         """Loads a base model and compiles all programs of a session with free places.
@@ -164,14 +162,11 @@ class OpenSession:
                 that holds it.
             train: `router_aux` is that of all adapters.
             directory: folder of a relative `base.model`.
-            most_segments: places for segments in a microbatch (None: one for 256 tokens), of which a sample of
-                preferences takes two. More cost time in attention.
             reproducible: split batches in one way, and let a microbatch hold one adapter, so that an adapter does not
                 depend on its company by a single bit. Microbatches are less full. Otherwise results are equal to
                 rounding, because sums over a microbatch depend on the rows at which an adapter begins.
             row_targets: targets at a position of clients' rows, for which programs compile now (0: there are no such
                 rows yet).
-            base_files: see `open_base`.
 
         Raises:
             LoraFusionError: the base, the mesh or the memory do not fit; see `open_base`.
@@ -186,9 +181,8 @@ class OpenSession:
         batch, train = batch or BatchSettings(), train or TrainSettings()
         check_tables()
         config = session_config(base, mesh, places, batch=batch, train=train, directory=directory)
-        opened = open_base(config, None, place_specs(config, places.heads), base_files=base_files)
-        most = most_segments or places_for_segments(batch)
-        tail = first_tail(batch, mesh, len(places.ranks), most, reproducible=reproducible)
+        opened = open_base(config, None, place_specs(config, places.heads))
+        tail = first_tail(batch, mesh, len(places.ranks), reproducible=reproducible)
         session = cls(
             config,
             opened.stages,

@@ -34,7 +34,6 @@ class Snapshot:
         read: waits for the copy and returns it on the host, see `state.gather`.
         index: position of each adapter.
         progress: as in `state.states_of`.
-        on_devices: whether the copy is on the devices; otherwise it is on the host.
         waiting: states of adapters that are in no place.
     """
 
@@ -44,14 +43,12 @@ class Snapshot:
         index: Mapping[str, int],
         progress: Mapping[str, tuple[int, str]],
         *,
-        on_devices: bool,
         waiting: Mapping[str, AdapterState] = MappingProxyType({}),
     ):
         self._read: Callable[[], dict[str, Any]] | None = read
         self._waiting = dict(waiting)
         self._index, self._progress = index, progress
         self._weights: dict[str, Mapping[str, np.ndarray]] = {}
-        self.on_devices = on_devices
 
     def states(self) -> dict[str, AdapterState]:
         """Returns the states by adapter. Call it once: it frees the copy, and keeps only the weights."""
@@ -98,9 +95,9 @@ class Snapshots:
         if jax.process_count() == 1 and self._has_room():
             copies = [self._copy_stage(stage) for stage in self._stages]
             read_copies = partial(gather, copies, self._links, read=InParts.read)
-            return Snapshot(read_copies, index, progress, on_devices=True, waiting=waiting)
+            return Snapshot(read_copies, index, progress, waiting=waiting)
         states = gather(self._all, self._links)
-        return Snapshot(lambda: states, index, progress, on_devices=False, waiting=waiting)
+        return Snapshot(lambda: states, index, progress, waiting=waiting)
 
     def _has_room(self) -> bool:
         if self._free is None:

@@ -116,7 +116,7 @@ class PlanRun:
         self._job, self._session, self._progress, self._emit, self._hooks = job, session, progress, emit, hooks
         self._program, self._changes = program, deque(changes)
         self._tables = PlanTables(job, session)
-        self._meter = Meter([], [], {}, progress.slot)
+        self._meter = Meter()
         self._selection = Selection(job, progress)
         session.steps.listener = emit
         session.steps.hooks = StepHooks(is_urgent=self._is_urgent, on_step=self._evaluate_if_due, on_end=self._end)

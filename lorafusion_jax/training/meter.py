@@ -25,7 +25,6 @@ class Meter:
         slot_tokens: adapter → real tokens, for each slot of the plan.
         slot_rows: rows that each slot computes, padding included.
         last_slot: slot after which each adapter is done.
-        done: number of slots that a resumed run has done.
 
     Attributes:
         seconds: time of all slots, including the first.
@@ -33,13 +32,11 @@ class Meter:
 
     def __init__(
         self,
-        slot_tokens: Sequence[Mapping[str, int]],
-        slot_rows: Sequence[int],
-        last_slot: Mapping[str, int],
-        done: int = 0,
+        slot_tokens: Sequence[Mapping[str, int]] = (),
+        slot_rows: Sequence[int] = (),
+        last_slot: Mapping[str, int] = {},
     ):
-        self._tokens, self._rows, self._last = list(slot_tokens), list(slot_rows), dict(last_slot)
-        self._busy = _busy_rows(self._tokens, self._rows)
+        self.replan(slot_tokens, slot_rows, last_slot)
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds, slot
         self._seen, self._at, self._before_pause = 0, time.perf_counter(), 0.0
         self._busy_s = 0.0  # time of slots after the first ones

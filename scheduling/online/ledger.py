@@ -82,7 +82,6 @@ class Ledger:
         self.got: dict[str, float] = dict.fromkeys(users, 0.0)
         self.entitled: dict[str, float] = dict.fromkeys(users, 0.0)
         self.shares: dict[str, float] | None = None
-        self.work_rate: dict[str, float] = {}
         self.spans: list[GroupSpan] = []
 
     def add_user(self, user: User) -> None:

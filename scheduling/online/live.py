@@ -29,7 +29,6 @@ class LiveCluster:
         workers: hosts with their GPUs.
         rates: predictions, of the policy and of its checks.
         policy: decides (None: `Ours`). A refused decision changes nothing and is in `refusals`.
-        users: weights and quotas; other users have weight 1.
 
     Attributes:
         jobs: unfinished jobs that may run.
@@ -42,16 +41,14 @@ class LiveCluster:
     (['open'], True)
     """
 
-    def __init__(
-        self, workers: Sequence[Worker], rates: Rates, *, policy: Policy | None = None, users: Sequence[User] = ()
-    ):
+    def __init__(self, workers: Sequence[Worker], rates: Rates, *, policy: Policy | None = None):
         self.workers = {worker.name: worker for worker in workers}
         self.down: frozenset[str] = frozenset()
         self.jobs: dict[str, JobState] = {}
         self.groups: dict[str, GroupState] = {}
         self._rates, self._policy = rates, CheckedPolicy(policy or Ours(rates), rates, tolerance=WRONG)
         self._specs: dict[str, Job] = {}
-        self._ledger = Ledger(workers, rates, {user.name: user for user in users}, self._specs)
+        self._ledger = Ledger(workers, rates, {}, self._specs)
         self._at = 0.0
         self._counted: dict[str, tuple[float, float]] = {}  # job -> time and steps when its group last changed
         self._waiting_s: dict[str, float] = {}  # user -> work of its waiting jobs, until one of them changes

@@ -79,8 +79,6 @@ def test_targets_change_by_the_product_and_nothing_else_changes(dtype, shards, a
         exact = before[name].astype(np.float64) + delta
         np.testing.assert_allclose(tensor.astype(np.float64), exact, rtol=unit, atol=8 * unit * (dtype == np.float32))
         assert report.deltas[name] == pytest.approx(np.abs(delta).max(), rel=1e-6)
-    assert report.max_rounding <= 8 * unit
-    assert (report.max_rounding == 0) == (dtype == np.float32)
     assert (report.max_delta, report.num_changed) == (max(report.deltas.values()), 2)
 
 

@@ -19,7 +19,6 @@ def samples_of(texts):
     report = DataReport(
         source="notes.jsonl", format="text", columns={}, loss="all", rows=len(texts) + 3, tokens=len(tokens),
         loss_tokens=len(tokens), longest=int(lengths.max()), cut=2, dropped=(1,), too_long=(4, 5), uncut=(1, 2, 3, 4),
-        template_hash="plain", data_hash="0",
     )  # fmt: skip
     return TokenizedSet(
         tokens=tokens, loss_mask=tokens % 3 > 0, offsets=np.concatenate([[0], np.cumsum(lengths)]),

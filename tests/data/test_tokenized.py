@@ -66,7 +66,6 @@ def test_without_template_pairs_are_written_plainly(load, plain_tokenizer):
     assert note.startswith("[data.no-template]")
     assert "with nothing between them, as in line 1: '2+2?four'" in note
     assert learned(samples, plain_tokenizer) == ["four<|end|>"]
-    assert samples.report.template_hash == "plain"
 
 
 def test_without_template_instructions_get_an_empty_line(load, plain_tokenizer):

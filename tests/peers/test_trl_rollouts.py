@@ -128,5 +128,5 @@ def _report():
     from lorafusion_jax.data.tokenized_set import DataReport
 
     fields = dict.fromkeys(("rows", "tokens", "loss_tokens", "longest", "cut"), 0)
-    texts = {"source": "a", "format": "grpo", "columns": {}, "loss": "answer", "template_hash": "", "data_hash": ""}
+    texts = {"source": "a", "format": "grpo", "columns": {}, "loss": "answer"}
     return DataReport(**fields, **texts, dropped=(), too_long=(), uncut=())

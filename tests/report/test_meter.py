@@ -99,7 +99,7 @@ def test_a_run_of_few_slots_is_measured_as_a_whole(clock):
 
 
 def test_done_adapters_have_no_remaining_time(clock):
-    meter = Meter(SLOTS, [100] * 20, {"law": 19, "med": 9}, done=8)
+    meter = Meter(SLOTS, [100] * 20, {"law": 19, "med": 9})
     run(clock, meter, range(8, 20), 0.5)
     seen = meter.snapshot(20)
     assert seen["adapter_eta_s"] == {"law": 0, "med": 0}

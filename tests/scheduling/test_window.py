@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.online import calls_of
 from lorafusion_jax.config.schema import BatchSettings, MeshSettings
-from lorafusion_jax.session.assembler import first_tail, places_for_segments
+from lorafusion_jax.session.assembler import first_tail
 from scheduling import AdapterJob, PlanError, make_plan
 from scheduling.types import Limits
 from scheduling.window import Cursor, Tail, Window, plan_window, verify_window
@@ -222,7 +222,7 @@ def test_windows_of_whole_pieces_do_not_wait_for_a_long_sample():
 @pytest.mark.parametrize(("capacity", "long", "short"), [(1536, 6, 3), (3072, 12, 1), (6144, 8, 4)])
 def test_sessions_with_their_own_limits_do_not_idle_beside_long_samples(capacity, long, short):
     jobs, batch = long_beside_short(capacity, long, short), BatchSettings(capacity_tokens=capacity)
-    tail = first_tail(batch, MeshSettings(), 4, places_for_segments(batch))
+    tail = first_tail(batch, MeshSettings(), 4)
     fill, same_rows, pause = fill_and_pause(jobs, tail, 3)
     equal_batches = make_plan([replace(job, max_batches=40) for job in jobs], capacity_tokens=capacity, num_stages=1)
     assert fill >= 0.95 * same_rows
@@ -232,7 +232,7 @@ def test_sessions_with_their_own_limits_do_not_idle_beside_long_samples(capacity
 
 def test_a_slot_of_a_window_takes_the_smallest_capacity_that_holds_it():
     batch = BatchSettings(capacity_tokens=(256, 512, 1024), tile_tokens=64)
-    tail = first_tail(batch, MeshSettings(), 4, places_for_segments(batch), reproducible=True)
+    tail = first_tail(batch, MeshSettings(), 4, reproducible=True)
     window = plan_window([Cursor(job=AdapterJob("law", [200, 300, 900], 1))], tail, 3)
     tokens = [sum((200, 300, 900)[ref.sample] for ref in slot.samples) for slot in window.slots]
     assert [slot.capacity_tokens for slot in window.slots] == [256, 512, 1024]
@@ -246,7 +246,7 @@ def test_a_reproducible_session_is_as_full_as_its_batches_alone(capacity, long, 
     So a slot for each piece is the fewest there can be. Pieces are as few as any split of a batch has, to a tenth.
     """
     jobs, batch = long_beside_short(capacity, long, short), BatchSettings(capacity_tokens=capacity)
-    tail = first_tail(batch, MeshSettings(), 4, places_for_segments(batch), reproducible=True)
+    tail = first_tail(batch, MeshSettings(), 4, reproducible=True)
     fill, _, pause = fill_and_pause(jobs, tail, 3)
     alone = [fill_and_pause([job], tail, 3)[0] for job in jobs]
     assert fill >= sum(alone) / len(alone)
