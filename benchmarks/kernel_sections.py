@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from benchmarks import kernel_checks, kernel_layer, oracles
 from benchmarks.conditions import conditions
-from pallas_kernels.arg_specs import BENCHMARK_SHAPES, LinearSpec, make_arrays
+from pallas_kernels.arg_specs import BENCHMARK_SHAPES, BENCHMARK_TOKENS, LinearSpec, make_arrays
 from pallas_kernels.backend import select_name
 from pallas_kernels.linear.describe import Arguments, describe
 from pallas_kernels.tuning import search
@@ -61,6 +61,18 @@ class Recorder:
             work()
         except Exception as error:  # the other variants go on
             self.add(name=name, error=f"{type(error).__name__}: {error}"[:600])
+
+
+def benchmark_specs() -> list[LinearSpec]:
+    """Every row of the kernel benchmark."""
+    return [
+        LinearSpec(tokens=t, in_features=k, out_features=n, rank=r, adapters=a, rate=p)
+        for t in BENCHMARK_TOKENS
+        for k, n in BENCHMARK_SHAPES
+        for r in (16, 64)
+        for p in (0.0, 0.1)
+        for a in (1, 4, 16)
+    ]
 
 
 def run(

@@ -37,18 +37,6 @@ BENCHMARK_TOKENS = (2048, 4096, 8192, 16384)
 QUICK_TOKENS = 8192
 
 
-def benchmark_specs() -> list[LinearSpec]:
-    """Every row of the kernel benchmark."""
-    return [
-        LinearSpec(tokens=t, in_features=k, out_features=n, rank=r, adapters=a, rate=p)
-        for t in BENCHMARK_TOKENS
-        for k, n in BENCHMARK_SHAPES
-        for r in (16, 64)
-        for p in (0.0, 0.1)
-        for a in (1, 4, 16)
-    ]
-
-
 def tuning_specs(*, quick: bool = False) -> list[LinearSpec]:
     """Every layer whose tile sizes the shipped table may hold; with `quick` at 8192 tokens only.
 

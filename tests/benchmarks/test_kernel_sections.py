@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from benchmarks.kernel_sections import BACKENDS, default_backend, op_variants
-from pallas_kernels.arg_specs import BENCHMARK_SHAPES, BENCHMARK_TOKENS, benchmark_specs, make_arrays
+from benchmarks.kernel_sections import BACKENDS, benchmark_specs, default_backend, op_variants
+from pallas_kernels.arg_specs import BENCHMARK_SHAPES, BENCHMARK_TOKENS, make_arrays
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 CARD = AbstractMesh((), (), abstract_device=H200)

@@ -11,10 +11,11 @@ from cuda_lowering import A10, A100, H200, L40
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels as pk
+from benchmarks.kernel_sections import benchmark_specs
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.tuning_table import check_table
 from pallas_kernels import policy
-from pallas_kernels.arg_specs import LinearSpec, benchmark_specs, make_arrays, tuning_specs
+from pallas_kernels.arg_specs import LinearSpec, make_arrays, tuning_specs
 from pallas_kernels.device import shared_memory_bytes
 from pallas_kernels.linear.hopper.gemm_config import GemmConfig as MosaicGemmConfig
 from pallas_kernels.linear.passes.config import (
