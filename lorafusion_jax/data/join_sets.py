@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.data.disk_arrays import GrowingArrays, release
+from lorafusion_jax.data.join_messages import join_notes
 from lorafusion_jax.data.tokenized_set import SUMMED_SAMPLES, DataReport, TokenizedSet
 from lorafusion_jax.files import user_cache
 
@@ -148,7 +149,7 @@ def join_reports(reports: Iterable[DataReport]) -> DataReport:
         dropped=tuple(row for report in reports for row in report.dropped),
         too_long=tuple(row for report in reports for row in report.too_long),
         uncut=tuple(max(lengths) for lengths in zip(*(report.uncut for report in reports), strict=True)),
-        notes=tuple(dict.fromkeys(note for report in reports for note in report.notes)),
+        notes=join_notes((note for report in reports for note in report.notes), sum(report.rows for report in reports)),
     )
 
 

@@ -14,6 +14,7 @@ from lorafusion_jax.data import cache
 from lorafusion_jax.data.chosen_rows import ChosenRows, choose_rows
 from lorafusion_jax.data.fit_length import MOST_LOST, Fit, fit_length
 from lorafusion_jax.data.formats import FORMAT, LABELS, Layout, detect_layout, parse_token_rows, unended_rows
+from lorafusion_jax.data.join_messages import join_errors
 from lorafusion_jax.data.join_sets import SetBuilder, join_reports
 from lorafusion_jax.data.messages import ROLES, BadRow
 from lorafusion_jax.data.render import EncodedRows, encode_examples, joined_note
@@ -113,12 +114,12 @@ def _tokenize_blocks(
         entry: where the set is cached (None: nowhere).
         chosen: the rows of the source by `data.where` (None: all of them).
     """
-    builder, reports, problems, row_errors = SetBuilder(folder), [], [], []
+    builder, reports, problems, row_errors, num_read = SetBuilder(folder), [], [], [], 0
     fields: frozenset[Fields] = frozenset()
     try:
         blocks = row_blocks(raw, one_block=objective.group is not None)
         for rows in [chosen.of(settings.where)] if chosen else blocks:
-            first = reports[0] if reports else None
+            first, num_read = reports[0] if reports else None, num_read + len(rows.values)
 
             def tokenize(rows: Rows, first: DataReport | None = first) -> TokenizedSet:
                 if objective.objective.segments is not None:
@@ -143,7 +144,7 @@ def _tokenize_blocks(
         num_bad, num_rows = sum(error.count for error in row_errors), sum(report.rows for report in reports)
         if num_bad > MOST_LOST * (num_rows + num_bad):
             problems = [*row_errors, *problems]
-        raise_all(problems)
+        raise_all(join_errors(problems, num_read))
         report = join_reports(reports)
         if row_errors:
             reasons = "; ".join(f"{error.where} ({error.why})" for error in row_errors[:MOST_NAMED])

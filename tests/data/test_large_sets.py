@@ -135,9 +135,18 @@ def test_bad_rows_of_all_blocks_are_named_by_their_lines(load, small_blocks):
     with pytest.raises(LoraFusionError) as caught:
         load(three + "[]\n")  # more than one of a hundred
     (note,) = [note for note in load(three).report.notes if "data.left-out" in note]
+    said = str(caught.value)
+    assert "2 of 300 rows have no answer.\n  where: law.jsonl, lines 8, 252\n" in said  # once for all blocks
+    assert "line 101" in said
     for line in (8, 101, 252):
-        assert f"line {line}" in str(caught.value)
         assert f"line {line}" in note
+
+
+def test_notes_of_all_blocks_count_the_rows_of_the_source(load, small_blocks):
+    odd = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}  # no end in any row
+    (note,) = [note for note in load([odd] * 250, name="tokens.jsonl").report.notes if "data.no-end" in note]
+    assert note.startswith("[data.no-end] 250 of 250 rows have learned tokens")
+    assert "first line 1:" in note
 
 
 @pytest.mark.parametrize(
