@@ -48,18 +48,18 @@ def join_errors(errors: Iterable[LoraFusionError], rows: int) -> list[LoraFusion
 
 
 def _counted(same: Sequence[str], rows: int) -> str:
-    counts = [found for text in same if (found := COUNTS.search(text)) is not None]
+    counts = [match for text in same if (match := COUNTS.search(text)) is not None]
     if len(same) == 1 or not counts:
         return same[0]
-    some, of = (sum(int(found[group]) for found in counts) for group in (1, 2))
-    return COUNTS.sub(f"{some} of {max(of, rows)}", same[0], count=1)
+    some, all_rows = (sum(int(match[group]) for match in counts) for group in (1, 2))
+    return COUNTS.sub(f"{some} of {max(all_rows, rows)}", same[0], count=1)
 
 
 def _joined_places(places: Sequence[str]) -> str:
-    parts = [found for place in places if (found := PLACES.search(place)) is not None]
+    parts = [match for text in places if (match := PLACES.search(text)) is not None]
     if len(parts) < len(places):
         return places[0]
-    numbers = [number for found in parts for number in found[2].split(", ")]
-    more = len(numbers[SHOWN:]) + sum(int(found[3] or 0) for found in parts)
+    numbers = [number for match in parts for number in match[2].split(", ")]
+    more = len(numbers[SHOWN:]) + sum(int(match[3] or 0) for match in parts)
     shown = ", ".join(numbers[:SHOWN]) + (f" and {more} more" if more else "")
     return f"{places[0][: parts[0].start()]}, {parts[0][1]}s {shown}"

@@ -134,6 +134,17 @@ def describe(problem: Exception) -> Problem:
     return described | {"fix": served_fix(described["fix"])}
 
 
+def with_names(problem: Mapping[str, str], shown: Mapping[str, str]) -> Problem:
+    """Returns a refusal with what its reader calls the things, in place of the service's paths and ids.
+
+    >>> with_names({"what": "no rows.", "where": "sha256-0/data.csv"}, {"sha256-0/data.csv": "a.csv"})
+    {'what': 'no rows.', 'where': 'a.csv'}
+    """
+    for text, instead in shown.items():
+        problem = {key: value.replace(text, instead) for key, value in problem.items()}
+    return dict(problem)
+
+
 def served_fix(fix: str) -> str:
     """Leaves out of the ways to mend a job file those by settings that a job of a service does not have.
 

@@ -228,6 +228,16 @@ def test_what_only_the_data_shows_rejects_the_job(running, job):
     assert str(running.settings.home) not in json.dumps(shown)
 
 
+def test_bad_rows_are_named_by_the_file_that_was_uploaded(running, job, tmp_path):
+    file, ana = tmp_path / "verdicts.jsonl", running.client("ana")
+    rows = [{"prompt": "a", "completion": answer} for answer in (" b", "", " c")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = job["data"] | {"train": ana.upload(file)["id"], "on_bad": "error"}
+    (problem,) = wait_state(ana, ana.submit(job | {"data": data}).id, "rejected")["problems"]
+    assert problem["what"] == f"{job['name']}: 1 of 3 rows have no answer."
+    assert problem["where"] == "verdicts.jsonl, line 2"
+
+
 def test_a_file_that_holds_no_rows_is_refused(running, tmp_path):
     file = tmp_path / "broken.jsonl"
     file.write_text('{"prompt": "a"\nnothing\n')

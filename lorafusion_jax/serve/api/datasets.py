@@ -34,6 +34,7 @@ from lorafusion_jax.serve.api.access import (
 from lorafusion_jax.serve.api.pages import After, Limit, get_row, read_page
 from lorafusion_jax.serve.api.problems import ApiError, not_found, problems_answer
 from lorafusion_jax.serve.control.spec import job_values
+from lorafusion_jax.serve.refusals import with_names
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.keys import Owner, limits_of
 
@@ -126,8 +127,8 @@ async def preview(
     answer = await ask_child(service, owner, "preview", {"values": values, "row": row})
     problems = answer.pop("problems")
     if problems:
-        path = str(service.settings.datasets / dataset)
-        return problems_answer([{k: v.replace(path, "") for k, v in problem.items()} for problem in problems])
+        shown = {str(files[dataset]): dataset_row["name"]}
+        return problems_answer([with_names(problem, shown) for problem in problems])
     answer["text"] = answer["text"].replace(str(files[dataset]), dataset_row["name"])
     return JSONResponse(answer)
 

@@ -17,6 +17,7 @@ from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.report.console import out, plain_table
 from lorafusion_jax.report.format import loss_text
 from lorafusion_jax.serve.client import Client, ServiceError
+from lorafusion_jax.serve.refusals import KEYS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -113,9 +114,13 @@ def watch(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
             elif event["kind"] == "eval":
                 console.print(f"step {event['step']}  held-out loss {loss_text(event['eval_loss'])}", highlight=False)
             elif event["kind"] == "state":
-                console.print(
-                    f"{event['after']}{': ' + event['why'] if event['why'] else ''}", highlight=False, markup=False
-                )
+                is_refused = event["after"] == "rejected"  # what follows says why
+                why = f": {event['why']}" if event["why"] and not is_refused else ""
+                console.print(f"{event['after']}{why}", highlight=False, markup=False)
+                if is_refused:
+                    for problem in handle.show()["problems"]:
+                        error = ConfigError(**{key: problem.get(key, "") for key in KEYS})
+                        console.print(str(error), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

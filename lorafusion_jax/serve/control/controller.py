@@ -31,7 +31,7 @@ from lorafusion_jax.serve.control.session import Session, SessionPlan, drained_s
 from lorafusion_jax.serve.control.spec import job_values, kind_of, stream_values
 from lorafusion_jax.serve.control.sweep import Sweeper
 from lorafusion_jax.serve.control.worker_events import StreamEvents, WorkerEvents
-from lorafusion_jax.serve.refusals import completed
+from lorafusion_jax.serve.refusals import completed, with_names
 from lorafusion_jax.serve.settings import ONE_SESSION, Settings
 from lorafusion_jax.serve.state_folders import states_beyond
 from lorafusion_jax.serve.states import ON_WORKER, StateError
@@ -393,20 +393,17 @@ class Controller:
         if not problems and (why := self._scheduler.refuses(_row_of(job, answer))):
             fix = "fewer tokens in data.max_length, or a machine with more GPUs or memory"
             problems = [completed({"code": "job.too-large", "where": "base", "what": why, "fix": fix})]
-        home = str(self._settings.home)
-        return answer | {"problems": [{k: v.replace(home, "") for k, v in entry.items()} for entry in problems]}
+        shown = {str(path): name for path, name in self._files(job).values()}  # as their owner calls them
+        shown |= {f"{job['id']}: ": f"{job['spec'].get('name', 'it')}: ", str(self._settings.home): ""}
+        return answer | {"problems": [with_names(entry, shown) for entry in problems]}
 
     def values(self, job: Job) -> dict[str, Any]:
         """Returns the job file of a job; of a model of the training API, which has no data, what its adapter is."""
         if "stream" in job["spec"]:
             return stream_values(job["spec"], job["id"], job["owner"], self._settings.path)
         spec, settings = job["spec"] | {"weight": job.get("weight", job["spec"]["weight"])}, self._settings
-        files, folders = {}, dict[str | None, Path]()
+        files, folders = {dataset: path for dataset, (path, _) in self._files(job).items()}, dict[str | None, Path]()
         with self._db.read() as connection:
-            for dataset in filter(None, (spec["data"]["train"], spec["data"].get("eval"))):
-                row = connection.execute(select(t.datasets).where(t.datasets.c.id == dataset)).mappings().first()
-                ending = "jsonl" if row is None else row["format"]
-                files[dataset] = settings.datasets / dataset / f"data.{ending}"
             start, reference = spec.get("init_from"), spec.get("objective", {}).get("reference")
             for adapter in filter(None, (start, reference)):
                 path = connection.scalar(select(t.artifacts.c.path).where(t.artifacts.c.id == adapter))
@@ -416,6 +413,16 @@ class Controller:
         base = settings.bases[job["base"]]
         start, reference = folders.get(start), folders.get(reference)
         return job_values(spec, job["id"], base=base, files=files, session=session, start=start, reference=reference)
+
+    def _files(self, job: Job) -> dict[str, tuple[Path, str]]:
+        """Returns where each data set of a job is, and its name as it was uploaded."""
+        files, data = {}, job["spec"].get("data", {})
+        with self._db.read() as connection:
+            for dataset in filter(None, (data.get("train"), data.get("eval"))):
+                row = connection.execute(select(t.datasets).where(t.datasets.c.id == dataset)).mappings().first()
+                ending, name = ("jsonl", dataset) if row is None else (row["format"], row["name"])
+                files[dataset] = self._settings.datasets / dataset / f"data.{ending}", name
+        return files
 
     def _admit(self, hello: Message) -> int | str:
         with self._db.write() as connection:
