@@ -629,6 +629,33 @@ def test_checkpoints_start_models_and_belong_to_their_owner(model, service):
     wait_for(lambda: not list(folder.glob("train-0/*")))
 
 
+def test_nobody_loads_a_checkpoint_that_is_being_replaced(model, service, monkeypatch):
+    """It would be the old one, without a word: requests of a model run in their order."""
+    path = model.result(save(model, "save_weights", "last"))["path"]
+    with monkeypatch.context() as held:
+        held.setattr(service.streams, "push", lambda job: None)
+        model.rows(ROWS)
+        model.step(learning_rate=0.5)
+        replaced = save(model, "save_weights", "last", overwrite=True)
+        load = {"model_id": model.id, "seq_id": model.number(None), "path": path, "optimizer": True}
+        early = model.ask("/load_weights", load)
+        other = save(model, "save_weights", "other")
+        copy = {"session_id": model.session, "model_seq_id": 1, "path": path, "optimizer": True}
+        early_copy = model.ask("/load_weights", copy)
+    assert model.result(save(model, "save_weights", "one-more"))["path"]
+    after = losses(model)
+    assert model.result(replaced)["path"] == path
+    for answer in (model.result(early), model.result(early_copy)):
+        assert answer["category"] == "user"
+        assert "is written by request 4 of its model" in answer["error"]
+    assert model.result(other)["path"]
+    model.rows(ROWS)
+    model.step(learning_rate=0.5)
+    load["seq_id"] = model.number(None)
+    assert model.result(model.ask("/load_weights", load))["path"] == path
+    assert losses(model) == after
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -55,6 +55,20 @@ def get_checkpoint(connection: Connection, path: str, owner: str | None) -> Row:
     return row
 
 
+def waiting_save(connection: Connection, model: str, name: str, before: int | None = None) -> int | None:
+    """The number of a request of a model that is to write a state of this name; None if none is.
+
+    Args:
+        before: only requests with a lower number.
+    """
+    requests, futures = t.api_requests.c, t.api_futures.c
+    both = t.api_requests.join(t.api_futures, (futures.stream == requests.stream) & (futures.seq == requests.seq))
+    columns = select(requests.seq, requests.body).select_from(both).order_by(requests.seq.desc())
+    where = (requests.stream == model, requests.kind == "save_weights", futures.state == "waiting")
+    rows = connection.execute(columns.where(*where, *([] if before is None else [requests.seq < before])))
+    return next((seq for seq, body in rows if body.get("name") == name and not body.get("refused")), None)
+
+
 def record(connection: Connection, model: Row, request: Row, size: int) -> tuple[Row, list[str]]:
     """Adds the checkpoint, or the sampler, that a request has written. Returns its result and folders to remove.
 

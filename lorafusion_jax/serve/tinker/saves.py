@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.tinker.access import PREFIX, InTurn, Reader, ServiceOf, StreamsOf, Writer
-from lorafusion_jax.serve.tinker.checkpoints import find_checkpoint, get_checkpoint
+from lorafusion_jax.serve.tinker.checkpoints import find_checkpoint, get_checkpoint, waiting_save
 from lorafusion_jax.serve.tinker.futures import Row
 from lorafusion_jax.serve.tinker.log import find_model
 from lorafusion_jax.serve.tinker.requests import (
@@ -92,7 +92,11 @@ def load_weights(body: LoadWeights, service: ServiceOf, streams: StreamsOf, owne
     with service.db.read() as connection:
         row = find_checkpoint(connection, body.path, owner.sees)
         model = None if body.model_id is None else find_model(connection, body.model_id, owner.sees)
+        before = body.seq_id if row is not None and body.model_id == row["model"] else None
+        writer = None if row is None else waiting_save(connection, row["model"], row["name"], before)
     mistake = _refuse_load(body, row, model)
+    if writer is not None and not mistake:
+        mistake = f"{body.path[:300]} is written by request {writer} of its model; wait for its result, then load it"
     if body.session_id is not None and body.model_seq_id is not None:
         config = {} if row is None else row["config"]
         base = "" if row is None else row["base"]
