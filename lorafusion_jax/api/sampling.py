@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.tokenizer import load_tokenizer
-from lorafusion_jax.errors import CallError
 from lorafusion_jax.generation.answer_text import text_options
 from lorafusion_jax.generation.generator import Generator, Request
 from lorafusion_jax.generation.sampling import Sampling
@@ -118,21 +117,6 @@ class SamplerBank:
                 stage.take_weights(self._leaves)
         self._slots[number] = name
         return name
-
-
-def read_params(params: Any, numbers: Mapping[str, Any]) -> SamplingParams:
-    """Reads settings that are given as an object, of the SDK for example, or by name.
-
-    Raises:
-        CallError: `call.sampling`.
-    """
-    names = [entry.name for entry in fields(SamplingParams)]
-    if unknown := sorted(set(numbers) - set(names)):
-        raise CallError("call.sampling", f"samples have no {', '.join(unknown)}.", why=f"they have {', '.join(names)}")
-    if params is not None and numbers:
-        raise CallError("call.sampling", "sampling_params and settings by name.", fix="one of them")
-    settings = numbers if params is None else {name: getattr(params, name, None) for name in names}
-    return SamplingParams(**{name: value for name, value in settings.items() if value is not None})
 
 
 def _stops(stop: Any) -> dict[str, Any]:

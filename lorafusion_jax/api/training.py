@@ -6,14 +6,14 @@ import asyncio
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from lorafusion_jax.api.arguments import names_unknown
-from lorafusion_jax.api.sampling import SampledSequence, SamplerBank, read_params
+from lorafusion_jax.api.arguments import names_unknown, read_settings
+from lorafusion_jax.api.sampling import SampledSequence, SamplerBank, SamplingParams
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.read import source_of
@@ -252,10 +252,11 @@ class TrainingClient:
         """Takes a step of AdamW with what was added since the last one; without any of it, with gradients of zero.
 
         Args:
-            adam_params: `AdamParams`, or the SDK's; or give its numbers: `learning_rate`, `beta1`, `beta2`, `eps`,
-                `weight_decay`, `grad_clip_norm` (0: no clipping).
+            adam_params: `AdamParams`, the SDK's, or a dict; or give its numbers by name: `learning_rate`, `beta1`,
+                `beta2`, `eps`, `weight_decay`, `grad_clip_norm` (0: no clipping).
         """
-        return CallFuture(self._stream.submit(_step(adam_params, numbers)))
+        step = read_settings(OptimStep, adam_params, numbers, code="call.optimizer", argument="adam_params")
+        return CallFuture(self._stream.submit(step))
 
     def save_state(self, path: str | Path, *, overwrite: bool = False) -> CallFuture[Path]:
         """Writes the adapter with its optimizer as a folder, from which `load_state_with_optimizer` continues."""
@@ -365,9 +366,12 @@ class SamplingClient:
 
         Args:
             prompt: token ids, or a model input of the SDK.
-            sampling_params: `SamplingParams`, or the SDK's; or give its settings by name.
+            sampling_params: `SamplingParams`, the SDK's, or a dict; or give its settings by name.
         """
-        params, tokens = read_params(sampling_params, settings), _tokens(prompt).tolist()
+        params = read_settings(
+            SamplingParams, sampling_params, settings, code="call.sampling", argument="sampling_params"
+        )
+        tokens = _tokens(prompt).tolist()
         if not isinstance(num_samples, int | np.integer) or num_samples < 1:
             raise CallError("call.sampling", f"num_samples is {num_samples!r}, not a whole number from 1.")
 
@@ -414,6 +418,9 @@ def _row(datum: Any) -> Row:
     tokens, inputs = get("model_input"), get("loss_fn_inputs")
     if tokens is None or not isinstance(inputs, Mapping):
         raise CallError("call.inputs", "a datum without model_input and loss_fn_inputs.", fix="lf.Datum(…)")
+    if isinstance(datum, Mapping) and (unknown := datum.keys() - {"model_input", "loss_fn_inputs"}):
+        message = f"a datum with {', '.join(map(repr, unknown))}."
+        raise CallError("call.inputs", message, why="it has model_input and loss_fn_inputs, with all else inside")
     return Row(tokens=_tokens(tokens), inputs={name: _array(value) for name, value in inputs.items()})
 
 
@@ -484,17 +491,3 @@ def _parts(returned: Any, names: Sequence[str]) -> Any:
     if not isinstance(metrics, Mapping) or not all(np.shape(value) == () for value in metrics.values()):
         raise CallError("call.loss", "the metrics of the loss are no table of numbers.", fix="return loss, {}")
     return returned
-
-
-def _step(params: Any, numbers: Mapping[str, float]) -> OptimStep:
-    names = [entry.name for entry in fields(OptimStep)]
-    if unknown := sorted(set(numbers) - set(names)):
-        raise CallError("call.optimizer", f"AdamW has no {', '.join(unknown)}.", why=f"it has {', '.join(names)}")
-    if params is None:
-        return OptimStep(**numbers)
-    if numbers or not all(hasattr(params, name) for name in names):
-        argument = "adam_params and its numbers" if numbers else f"a {type(params).__name__}"
-        raise CallError(
-            "call.optimizer", f"optim_step was given {argument}.", fix="lf.AdamParams(…), or its numbers alone"
-        )
-    return OptimStep(**{name: getattr(params, name) for name in names})

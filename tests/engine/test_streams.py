@@ -302,6 +302,25 @@ def test_calls_run_in_their_order_and_clients_share_a_session(client, opened):
     assert after.done()
 
 
+def test_settings_come_as_a_dict_too_and_wrong_ones_are_refused(client):
+    """A dict has no attributes: samples of the default length came, and nobody was told."""
+    sampler = client.save_weights_and_get_sampling_client()
+    by_dict = sampler.sample([5, 6], sampling_params={"max_tokens": 3, "stop": [], "temperature": 0.0}).result()
+    assert by_dict[0].tokens == sampler.sample([5, 6], max_tokens=3, stop=[], temperature=0.0).result()[0].tokens
+    assert len(by_dict[0].tokens) == 3
+    stepped = client.optim_step({"learning_rate": 2e-3, "beta1": None}).result()
+    assert stepped.metrics["learning_rate:mean"] == pytest.approx(2e-3)
+    for call in (
+        lambda: sampler.sample([5, 6], sampling_params={"top_n": 3}),
+        lambda: sampler.sample([5, 6], sampling_params=3),
+        lambda: client.optim_step({"lr": 1e-3}),
+        lambda: client.optim_step({"learning_rate": 1e-3}, eps=1e-9),
+        lambda: client.forward([{"model_input": [5], "loss_fn_inputs": {"target_tokens": [6]}, "weights": [1]}]),
+    ):
+        with pytest.raises(LoraFusionError):
+            call()
+
+
 def test_results_can_be_awaited(client):
     async def work():
         futures = client.forward_backward(data()), client.optim_step(learning_rate=1e-3)
@@ -452,9 +471,9 @@ def test_failed_calls_say_why_and_add_nothing(client):
         client.new_client(rank=0)
     with pytest.raises(lf.LoraFusionError, match="no place"):
         client.new_client(rank=16)
-    with pytest.raises(lf.LoraFusionError, match="no momentum"):
+    with pytest.raises(lf.LoraFusionError, match="no setting 'momentum'"):
         client.optim_step(momentum=0.9)
-    with pytest.raises(lf.LoraFusionError, match="given a SimpleNamespace"):
+    with pytest.raises(lf.LoraFusionError, match="of the type SimpleNamespace"):
         client.optim_step(SimpleNamespace(type="dimuon", learning_rate=1e-3))
     with pytest.raises(lf.LoraFusionError, match="without model_input"):
         client.forward([{"tokens": [1, 2]}])
