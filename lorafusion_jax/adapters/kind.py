@@ -266,9 +266,6 @@ class AdapterKind:
         leaves = self.of_projections
         return tuple(leaf.of_experts for leaf in leaves) if path.rpartition(".")[2] in EXPERTS else leaves
 
-    def leaf(self, name: str) -> Leaf:
-        return next(leaf for leaf in self.leaves if leaf.name == name)
-
     def num_parameters(
         self,
         *,

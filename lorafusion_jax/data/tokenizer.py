@@ -90,10 +90,6 @@ class Tokenizer:
             raise self.backend.missing
 
     @property
-    def vocab_size(self) -> int:
-        return self.backend.get_vocab_size(with_added_tokens=True)
-
-    @property
     def special_ids(self) -> np.ndarray:
         """Ids of the special tokens, which no text is split into."""
         token_by_id = self.backend.get_added_tokens_decoder()
@@ -136,17 +132,6 @@ class Tokenizer:
         return (
             " " + text if raw.startswith("▁") and not text.startswith(" ") else text
         )  # decoding a single ▁word drops its space
-
-    def render(self, messages: Sequence[dict], *, tools: list | None = None, last_only: bool = False) -> Encoded:
-        """Renders and encodes a conversation with the chat template. The mask marks the assistant's answers.
-
-        Raises:
-            TemplateProblem: the template cannot render these messages.
-            CheckpointError: tokenizer.no-template.
-        """
-        if self.chat_template is None:
-            raise CheckpointError("tokenizer.no-template", "the model has no chat template.")
-        return self.encode_rendered([self.chat_template.render_answers(messages, tools=tools, last_only=last_only)])[0]
 
     def encode_rendered(self, samples: Sequence[Rendered]) -> list[Encoded]:
         """Encodes many rendered samples in parallel. Every answer starts at a token boundary."""

@@ -321,14 +321,6 @@ class PredictedParameters:
         """The larger number of weights and gradients."""
         return max(self.stored["weights"], self.stored["gradients"])
 
-    def to_json(self) -> dict[str, Any]:
-        """The numbers with the names of `status --json`."""
-        return {
-            "own_parameters": self.own_parameters,
-            "stored_parameters": self.stored_most,
-            "stored": dict(self.stored),
-        }
-
 
 def predicted_parameters(config: JobConfig, model: ModelConfig) -> PredictedParameters:
     """The adapters' own parameters, and numbers that all stages hold for them."""

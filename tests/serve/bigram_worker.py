@@ -254,7 +254,7 @@ class BigramProcess:
         tokenizer = load_tokenizer(self.base)
         try:
             request = read_completion(command["values"], tokenizer, 64)
-            _check(request.pairs, tokenizer.vocab_size)
+            _check(request.pairs, tokenizer.backend.get_vocab_size())
         except LoraFusionError as problem:
             yield {"error": describe(problem)}
             return
