@@ -64,18 +64,13 @@ def named_in_peft(
         for name, path in EXPERTS.items() if name in targets
     ]  # fmt: skip
     dense = [path for path in inside if path.startswith(f"{module}.") and path.rpartition(".")[2] not in EXPERTS]
-    if module != MIXER and (
-        any(path.startswith(tuple(f"{module}." for module in BESIDE)) for path in dense)
-        or (not lets_out and len(dense) > 0 and _layers(paths, f"{module}.") < _layers(paths))
-    ):
+    is_beside = any(path.startswith(tuple(f"{module}." for module in BESIDE)) for path in dense)
+    with_mlp = {path.split(".")[1] for path, part in zip(paths, inside, strict=True) if part in dense}
+    in_some = not lets_out and 0 < len(with_mlp) < len({path.split(".")[1] for path in paths})
+    if module != MIXER and (is_beside or in_some):
         parameters += [f"{path}.weight" for path in dict.fromkeys(dense)]
     others = {*EXPERTS, *(path.split(".")[-2] for path in parameters if path.endswith(".weight"))}
     return list(dict.fromkeys(_in_peft(name, targets) for name in targets if name not in others)), parameters
-
-
-def _layers(paths: Collection[str], module: str = "") -> set[str]:
-    """The layers with a projection in a module."""
-    return {layer for _, layer, inside in (path.split(".", 2) for path in paths) if inside.startswith(module)}
 
 
 def _in_peft(name: str, targets: Sequence[str]) -> str:

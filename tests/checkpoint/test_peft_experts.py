@@ -85,14 +85,18 @@ def test_experts_of_other_scales_are_refused(settings, tmp_path):
     assert isinstance(lora_settings(tmp_path / "law"), dict)
 
 
-@pytest.mark.parametrize("module", ["mlp", "feed_forward"])
-def test_an_mlp_where_other_layers_have_experts_is_trained_as_parameters(module, tmp_path):
+@pytest.mark.parametrize(("module", "adapts_experts"), [("mlp", False), ("mlp", True), ("feed_forward", False)])
+def test_an_mlp_where_other_layers_have_experts_is_trained_as_parameters(module, adapts_experts, tmp_path):
     """PEFT reads names of lists as those of experts, so the MLP would lose its adapter without a word."""
     names = ("up_proj", "down_proj") if module == "mlp" else ("w1", "w2")
     paths = [f"layers.{layer}.self_attn.q_proj" for layer in range(3)] + [f"layers.1.{module}.{name}" for name in names]
     draw = np.random.default_rng(0)
     arrays = {path: tuple(draw.random(shape, np.float32) for shape in ((4, 2), (2, 4))) for path in paths}
-    spec = AdapterSpec(name="law", rank=2, alpha=4, targets=("q_proj", *names))
+    if adapts_experts:
+        experts = [f"layers.{layer}.mlp.experts_down_proj" for layer in (0, 2)]
+        arrays |= {path: tuple(draw.random(shape, np.float32) for shape in ((3, 4, 2), (3, 2, 4))) for path in experts}
+    targets = ("q_proj", *names, *["experts_down_proj"][: len(arrays) - len(paths)])
+    spec = AdapterSpec(name="law", rank=2, alpha=4, targets=targets)
     folder = write_adapter(arrays, spec, "base", tmp_path / "law")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["target_modules"] == (["q_proj"] if module == "mlp" else ["q_proj", *names])
