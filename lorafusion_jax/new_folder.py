@@ -77,6 +77,20 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
+def remove_unlocked(folder: Path) -> None:
+    """Removes a temporary folder of a killed process. A process that lives holds a lock on it, as in `new_folder`.
+
+    Raises:
+        OSError: it is locked, or cannot be removed.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(handle)
+
+
 def _replace(building: Path, target: Path) -> None:
     for path in building.rglob("*"):
         if not path.is_symlink():

@@ -6,7 +6,6 @@ quantises. Entries are written atomically, by one process at a time, and checked
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ import numpy as np
 
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.files import user_cache
-from lorafusion_jax.new_folder import new_folder
+from lorafusion_jax.new_folder import new_folder, remove_unlocked
 from lorafusion_jax.weights.entry import DamagedEntry, Entry, Place, entry_bytes, write_entry
 
 FORMAT = 1  # of entries, and of how a kernel is read from a checkpoint before it is quantised
@@ -120,16 +119,6 @@ def _remove_unused(cache: Path, entry: Path) -> None:
         with suppress(OSError):
             if folder.name.startswith("."):
                 if entry.name not in folder.name:  # `new_folder` looks after that
-                    _remove_unlocked(folder)
+                    remove_unlocked(folder)
             elif time.time() - folder.stat().st_mtime > UNUSED_S:
                 shutil.rmtree(folder)
-
-
-def _remove_unlocked(building: Path) -> None:
-    """Removes a temporary folder, unless its process is alive: `new_folder` holds a lock on it."""
-    handle = os.open(building, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(building)
-    finally:
-        os.close(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import selectors
@@ -19,10 +20,13 @@ from typing import IO, Any
 
 from lorafusion_jax.config.rollout_section import LimitSettings
 from lorafusion_jax.errors import RunError
+from lorafusion_jax.new_folder import remove_unlocked
 
 LOOK_S = 0.1  # between two looks at the folder and the clock
 LARGEST_LINE = 256 << 20
 END_S = 10.0  # what a process printed before its end is written within
+PREFIX = "lorafusion-functions-"
+NEW_S = 60.0  # a folder is locked so soon after it was made
 
 
 class Functions:
@@ -38,6 +42,7 @@ class Functions:
         self._settings, self._folder, self._log = settings, folder.absolute(), log
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: str | None = None
+        self._lock: int | None = None
         self._writer: threading.Thread | None = None
 
     def call(self, kind: str, value: str, arguments: Mapping[str, Any]) -> Any:
@@ -87,12 +92,19 @@ class Functions:
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
-        self._scratch = tempfile.mkdtemp(prefix="lorafusion-functions-")
+        _remove_old_folders()
+        self._scratch = tempfile.mkdtemp(prefix=PREFIX)
+        self._lock = os.open(self._scratch, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         limits = [int(self._settings.memory_gb * 2**30), self._disk_bytes]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lorafusion_jax.rollout.child", self._scratch, *map(str, limits)],
@@ -132,6 +144,14 @@ class Functions:
                 if time.monotonic() > deadline:
                     return b"", f"took longer than timeout_s={self._settings.timeout_s:g}"
         return bytes(received), ""
+
+
+def _remove_old_folders() -> None:
+    """Removes the folders of functions whose runs were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > NEW_S:
+                remove_unlocked(folder)
 
 
 def written_bytes(folder: Path) -> int:

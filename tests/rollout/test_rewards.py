@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -180,6 +182,23 @@ def test_the_folder_of_functions_is_deleted(functions):
     assert scratch.is_dir()
     functions.close()
     assert not scratch.exists()
+
+
+def test_folders_of_killed_runs_are_deleted_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    living, next_run = (Functions(RolloutSettings(), tmp_path) for _ in range(2))
+    killed, unlike = tmp_path / "lorafusion-functions-killed", tmp_path / "lorafusion-other"
+    killed.mkdir()
+    unlike.mkdir()
+    try:
+        reward(living, {"match": "a"})
+        for folder in tmp_path.iterdir():
+            os.utime(folder, (0, 0))
+        reward(next_run, {"match": "a"})
+        assert set(tmp_path.iterdir()) == {unlike, Path(living._scratch), Path(next_run._scratch)}
+    finally:
+        living.close()
+        next_run.close()
 
 
 class Judge(BaseHTTPRequestHandler):
