@@ -17,12 +17,15 @@ import pytest
 import zstandard
 from bigram_worker import WORDS, BigramProcess, Bigrams
 from campaigns.service_process import wait_for
+from sqlalchemy import select
 from training_service import ADAM, Model, TrainingService
 
 from lorafusion_jax.serve.store.keys import Limits, add_key
+from lorafusion_jax.serve.store.tables import removals
 from lorafusion_jax.serve.tinker import bodies, log, results, training
 from lorafusion_jax.serve.tinker.datums import read_batch
 from lorafusion_jax.serve.tinker.messages import message_class, read_head
+from lorafusion_jax.serve.tinker.streams import Streams
 
 ROWS = [[1, 2, 3, 4, 5], [3, 1, 4, 1, 5, 9, 2, 6], [0, 1]]
 
@@ -734,6 +737,22 @@ def test_a_load_runs_again_though_its_checkpoint_is_gone(tmp_path, tiny_base, mo
         wait_for(lambda: len(list(folder.glob("*"))) == (way == "overwritten"))
     finally:
         service.close()
+
+
+def test_a_checkpoint_that_was_deleted_as_the_server_died_is_removed_later(model, service, monkeypatch):
+    model.result(save(model, "save_weights", "old"))
+    folder = service.settings.home / "checkpoints" / model.session / "train-0"
+    with monkeypatch.context() as killed:
+        killed.setattr(Streams, "taken", lambda streams: streams._unneeded.clear())
+        assert service.ask("DELETE", f"/training_runs/{model.id}/checkpoints/weights/old")[0] == 204
+        assert list(folder.glob("*"))
+    wait_for(lambda: not list(folder.glob("*")))
+
+    def noted() -> list[str]:
+        with service.db.read() as connection:
+            return list(connection.execute(select(removals.c.path)).scalars())
+
+    wait_for(lambda: not noted())
 
 
 def test_samplers_are_named_and_sample_what_was_saved(model, service):

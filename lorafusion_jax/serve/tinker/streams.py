@@ -214,10 +214,12 @@ class Streams:
             self.remove(connection, folder)
 
     def remove(self, connection: Connection, folder: str) -> None:
-        """Removes the folder of a checkpoint: with the next `taken`, or once no request or model needs it."""
-        if folder in checkpoints.folders_in_use(connection):
-            connection.execute(t.removals.insert().prefix_with("OR IGNORE").values(path=folder))
-        else:
+        """Removes the folder of a checkpoint: with the next `taken`, or once no request or model needs it.
+
+        The next server does it if this one is killed before.
+        """
+        connection.execute(t.removals.insert().prefix_with("OR IGNORE").values(path=folder))
+        if folder not in checkpoints.folders_in_use(connection):
             self._unneeded.append(folder)
 
     def _weights(self, connection: Connection) -> dict[str, float]:
@@ -259,9 +261,12 @@ class Streams:
             overdue = connection.execute(select(t.api_futures.c.id).where(t.api_futures.c.until < time.time()).limit(1))
             has_expired = overdue.first() is not None or bool(checkpoints.count_expired(connection))
             weights, gaps = self._weights(connection), overdue_requests(connection) if judges else []
-            postponed = set(connection.execute(select(t.removals.c.path).where(IS_CHECKPOINT)).scalars())
-            unneeded = postponed - checkpoints.folders_in_use(connection) if postponed else set()
-        if not (leaving or returning or over or reads or has_expired or weights or gaps or unneeded):
+            removals = set(connection.execute(select(t.removals.c.path).where(IS_CHECKPOINT)).scalars())
+            unneeded = removals - checkpoints.folders_in_use(connection) if removals else set()
+        removed = {folder for folder in removals if not self.settings.path(folder).exists()}
+        self._unneeded.extend(unneeded - removed)
+        if not (leaving or returning or over or reads or has_expired or weights or gaps or removed):
+            self.taken()
             return
         with self.db.write() as connection:
             for job, weight in weights.items():
@@ -283,8 +288,7 @@ class Streams:
             self._unneeded.extend(futures.remove_expired(connection))
             for folder in checkpoints.remove_expired(connection):
                 self.remove(connection, folder)
-            connection.execute(t.removals.delete().where(t.removals.c.path.in_(unneeded)))
-            self._unneeded.extend(unneeded)
+            connection.execute(t.removals.delete().where(t.removals.c.path.in_(removed)))
         for model, _ in skipped:
             self.push(model["job"])
         self.taken()
