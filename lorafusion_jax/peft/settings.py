@@ -181,6 +181,7 @@ def lora_settings(folder: Path, kind: str | None = None, model: ModelConfig | No
     spec = described.spec
     settings = {"rank": spec.rank, "targets": list(spec.targets)}
     settings |= {"lora_bias": True} if spec.kind == BIASED and kind in (None, PLAIN) else {}
+    settings |= {"dropout": 0.0} if spec.on_experts else {}  # the default is above
     settings |= {} if spec.patterns is None else _pattern_settings(spec.patterns)
     settings |= {} if model is None or not described.some_layers else _let_out(described, model)
     settings |= {} if spec.tokens is None else {"trainable_tokens": spec.tokens.peft}

@@ -63,6 +63,7 @@ def test_experts_of_peft_add_the_same_sums(settings, tmp_path):
         np.testing.assert_allclose(spec.scale_at(path) * (a @ b), sums[path], rtol=2e-5, atol=1e-5, err_msg=path)
     of_job = lora_settings(tmp_path / "law")  # of a job that begins with it
     assert (of_job["rank"], of_job["alpha"], set(of_job["targets"])) == (spec.rank, spec.alpha, set(spec.targets))
+    assert of_job["dropout"] == 0, "adapters of experts have none, and the default is above"
     again, same = read_adapter(write_adapter(arrays, spec, "base", tmp_path / "again"))
     assert again.scale == spec.scale
     assert all((one == other).all() for path in arrays for one, other in zip(arrays[path], same[path], strict=True))
