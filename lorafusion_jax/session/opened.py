@@ -285,11 +285,6 @@ class OpenSession:
         """How large adapters may be, in a session with free places."""
         return self.free_places.places
 
-    @property
-    def free(self) -> dict[str, int]:
-        """Free places by class."""
-        return self.free_places.free(self.index.values())
-
     def find_place(self, spec: AdapterSpec) -> int | None:
         """Returns a free place for an adapter; None if there is none now."""
         return self.free_places.find(spec, self.index.values())
@@ -403,11 +398,6 @@ class FreePlaces:
             targets=targets,
             balanced=config.train.router_aux > 0,
         )
-
-    def free(self, occupied: Collection[int]) -> dict[str, int]:
-        """Free places by class."""
-        classes = self.places.classes.items()
-        return {name: sum(place not in occupied for place in members) for name, members in classes}
 
     def find(self, spec: AdapterSpec, occupied: Collection[int]) -> int | None:
         """Returns a free place for an adapter; None if there is none now."""

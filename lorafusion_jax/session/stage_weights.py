@@ -71,9 +71,6 @@ class StageWeights:
     norm: Array | None = None
     head: Array | None = None
 
-    def arrays(self) -> list[Any]:
-        return [self.pieces, self.embed, self.own_inputs, self.norm, self.head]
-
 
 def cut(
     frozen: Mapping[str, Any], model: ModelConfig, stages: Sequence[Extent], only: Collection[int] | None = None
