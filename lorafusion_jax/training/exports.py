@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
 from lorafusion_jax.errors import ErrorList, LoraFusionError
-from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.report.events import AdapterDone, AdapterExported, AdapterFailed, ExportFailed, Listener
 from lorafusion_jax.session.export import AdapterExport, Problem, write_adapter
 from lorafusion_jax.session.processes import is_first
@@ -184,16 +182,10 @@ class AdapterWriter:
         progress: progress at the start of this process.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        folder: RunFolder,
-        progress: Progress,
-    ):
+    def __init__(self, job: Job, folder: RunFolder, progress: Progress):
         self._job, self._folder = job, folder
         self._since = {name: adapter.step for name, adapter in progress.adapters.items()}
         self._written: set[Path] = set()
-        self._model = ModelConfig.from_hf(base_directory(job.config))
 
     def write(
         self,
