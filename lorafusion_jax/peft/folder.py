@@ -61,6 +61,7 @@ from lorafusion_jax.weights.table import NONE
 
 TRANSPOSED_ROWS = 64
 TOWER = re.compile(r"(?<=\.)\w*(?:vision|visual|audio|multi_modal)\w*(?=\.)")  # of a multimodal model
+ONE_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.lora_")
 
 
 class FileOptions(TypedDict, total=False):
@@ -258,13 +259,19 @@ def _read(folder: Path, kind: str | None = None, head: Head | None = None) -> tu
     described = describe(raw, paths, name, settings, kind=kind, head=head, root=root_of(stored))
     problems = tensor_problems(tensors, paths, described)
     if problems:
-        towers = sorted({match[0] for key in stored if (match := TOWER.search(key))})
+        towers, why, fix = sorted({match[0] for key in stored if (match := TOWER.search(key))}), "", ""
+        if towers:
+            why = f"it is on {', '.join(towers)}, too, and only text parts are trained here"
+            fix = f"train it with exclude_modules=r'.*({'|'.join(towers)}).*'"
+        elif any(ONE_EXPERT.search(key) for key in stored):
+            why = "it has tensors of each expert alone, as PEFT wrote them before transformers 5"
+            fix = "PeftModel.from_pretrained(base, FOLDER).save_pretrained(NEW), with PEFT 0.21 and transformers 5"
         raise CheckpointError(
             "peft.tensors",
             f"{TENSOR_FILE} does not hold this adapter.",
             where=f"{where}\n    " + "\n    ".join(problems),
-            why=f"it is on {', '.join(towers)}, too, and only text parts are trained here" if towers else "",
-            fix=f"train it with exclude_modules=r'.*({'|'.join(towers)}).*'" if towers else "",
+            why=why,
+            fix=fix,
         )
     return described, tensors
 

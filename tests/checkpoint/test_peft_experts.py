@@ -103,3 +103,15 @@ def test_an_mlp_where_other_layers_have_experts_is_trained_as_parameters(module,
     assert config["target_modules"] == (["q_proj"] if module == "mlp" else ["q_proj", *names])
     again, same = read_adapter(folder)
     assert (set(again.targets), same.keys()) == (set(spec.targets), arrays.keys())
+
+
+def test_tensors_of_each_expert_are_named(tmp_path):
+    write_theirs(tmp_path / "law")
+    raw = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["o_proj", "w1"]}
+    (tmp_path / "law" / "adapter_config.json").write_text(json.dumps(raw))
+    names = [
+        f"{PREFIX}.0.block_sparse_moe.experts.{expert}.w1.lora_{leaf}.weight" for expert in (0, 1) for leaf in "AB"
+    ]
+    save_file({name: np.ones((1, 1), np.float32) for name in names}, tmp_path / "law" / "adapter_model.safetensors")
+    with pytest.raises(LoraFusionError, match=r"(?s)each expert alone.*save_pretrained"):
+        read_adapter(tmp_path / "law")
