@@ -16,7 +16,7 @@ import pytest
 
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source
-from lorafusion_jax.errors import ConfigError, install_line
+from lorafusion_jax.errors import ConfigError, LoraFusionError, install_line
 from lorafusion_jax.report.events import AdapterEvaluated, PhaseBegun, RunStarted, SlotDone, StateSaved, StepTaken
 from lorafusion_jax.report.trackers import missing_packages, trackers
 from lorafusion_jax.report.trackers.series import scalars
@@ -91,6 +91,15 @@ def test_a_missing_package_is_an_error_with_the_command_that_installs_it(name, t
         pass
     assert caught.value.code == "report.missing-package"
     assert install_line(name) in str(caught.value)
+
+
+def test_all_missing_packages_are_named_at_once(tmp_path, monkeypatch):
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, PACKAGES[name], None)
+    settings = {name: ENABLED[name] for name in ("wandb", "trackio")}
+    with pytest.raises(LoraFusionError) as caught, trackers(job(**settings), tmp_path):
+        pass
+    assert all(install_line(name) in str(caught.value) for name in settings)
 
 
 def test_nothing_is_loaded_unless_asked_for(tmp_path, monkeypatch):

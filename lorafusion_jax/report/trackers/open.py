@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.config.schema import JobConfig, ReportSettings
-from lorafusion_jax.errors import ConfigError, install_line
+from lorafusion_jax.errors import ConfigError, install_line, raise_all
 from lorafusion_jax.report.console import errors_to, say
 from lorafusion_jax.report.events import AdapterEvent, Listener, RunEvent, RunStarted
 from lorafusion_jax.report.servers import HandOver
@@ -36,14 +36,18 @@ def trackers(config: JobConfig, folder: Path) -> Iterator[list[Listener]]:
     The last one hands adapters over, if the job says where.
 
     Raises:
-        ConfigError: the package of a tracker is not installed; see `HandOver`.
+        ConfigError, ErrorList: packages of trackers are not installed; see `HandOver`.
     """
-    listeners = []
-    handover = handovers(config, folder)
-    for name, (module, kind) in TRACKERS.items():
-        if getattr(config.report, name) not in (None, False):
-            tracker = kind(_package(name, module), getattr(config.report, name), folder)
-            listeners.append(_Guarded(name, tracker, config))
+    handover, chosen, problems = handovers(config, folder), _chosen(config.report), []
+    packages: dict[str, Any] = {}
+    for name in chosen:
+        try:
+            packages[name] = import_module(TRACKERS[name][0])
+        except ImportError:
+            problems.append(ConfigError("report.missing-package", f"{_lacks(name)}.", fix=install_line(name)))
+    raise_all(problems)
+    opened = {name: TRACKERS[name][1](packages[name], getattr(config.report, name), folder) for name in chosen}
+    listeners = [_Guarded(name, tracker, config) for name, tracker in opened.items()]
     try:
         yield [*listeners, *handover]
     finally:
@@ -102,16 +106,13 @@ def missing_packages(settings: ReportSettings) -> list[str]:
     """Lists the trackers of a job whose package is not installed here; the machine that trains may have it."""
     return [
         f"[report.missing-package] {_lacks(name)} here; {install_line(name)}"
-        for name, (module, _) in TRACKERS.items()
-        if getattr(settings, name) not in (None, False) and find_spec(module) is None
+        for name in _chosen(settings)
+        if find_spec(TRACKERS[name][0]) is None
     ]
 
 
-def _package(name: str, module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError:
-        raise ConfigError("report.missing-package", f"{_lacks(name)}.", fix=install_line(name)) from None
+def _chosen(settings: ReportSettings) -> list[str]:
+    return [name for name in TRACKERS if getattr(settings, name) not in (None, False)]
 
 
 def _lacks(name: str) -> str:
