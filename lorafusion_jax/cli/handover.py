@@ -76,12 +76,15 @@ def command(
         merged = f"lorafusion export {run} {adapter} --merge --to FOLDER, python convert_hf_to_gguf.py FOLDER, --gguf F"
         lines = commands(base, {adapter: (spec, source)})
         convert = next((line for line in lines if line.startswith("python")), None)
+        beside_base = merged if convert is None else f"{convert}, --gguf F --base NAME-IN-OLLAMA"
         if gguf is None or (base_name is not None and convert is None):
             message = "Ollama takes a GGUF file." if gguf is None else f"{adapter} has a form that llama.cpp lacks."
-            fix = merged if convert is None else f"{convert}, --gguf F --base NAME-IN-OLLAMA; or {merged}"
-            raise ConfigError("handover.form", message, fix=fix)
+            raise ConfigError(
+                "handover.form", message, fix=merged if convert is None else f"{beside_base}; or {merged}"
+            )
         server = Server(url=checked_url(url), key=key, timeout_s=timeout_s, start="ollama serve")
-        load = partial(into_ollama, file=gguf, base=base_name, merged=merged)
+        makes_file = merged if base_name is None else beside_base
+        load = partial(into_ollama, file=gguf, base=base_name, makes_file=makes_file, merged=merged)
     else:
         try:
             server, load = folder_loader(kind, url, spec, base, model_type, key=key, timeout_s=timeout_s)

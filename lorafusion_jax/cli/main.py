@@ -241,6 +241,7 @@ def run(arguments: list[str] | None = None) -> int:
         _print_error(problem)
         return problem.exit_code
     except typer.TyperException as problem:  # unknown command or option, missing argument
+        problem.message = problem.message.replace("Value error, ", "")  # pyright: ignore[reportAttributeAccessIssue]
         problem.show()  # pyright: ignore[reportAttributeAccessIssue]
         if setting := _as_setting(problem):
             errors_to().print(

@@ -272,16 +272,22 @@ def _into_sglang(server: Server, name: str, path: str) -> Ask:
     return ask
 
 
-def into_ollama(server: Server, name: str, _path: str, *, file: Path, base: str | None, merged: str) -> Ask:
-    """Sends the file as a blob, and makes a model of it. Releases of 2026-11 and later refuse adapters."""
+def into_ollama(
+    server: Server, name: str, _path: str, *, file: Path, base: str | None, makes_file: str, merged: str
+) -> Ask:
+    """Sends the file as a blob, and makes a model of it. Releases of 2026-11 and later refuse adapters.
+
+    Args:
+        makes_file, merged: commands that make the file, and one of a merged model.
+    """
     try:
         with open_regular(file) as stream:
             begins, _ = stream.read(len(GGUF)), stream.seek(0)
             digest = f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
     except OSError as problem:
-        raise ConfigError("handover.form", f"{file} cannot be read.", why=str(problem), fix=merged) from None
+        raise ConfigError("handover.form", f"{file} cannot be read.", why=str(problem), fix=makes_file) from None
     if begins != GGUF:
-        raise ConfigError("handover.form", f"{file} is no GGUF file.", fix=merged)
+        raise ConfigError("handover.form", f"{file} is no GGUF file.", fix=makes_file)
     tagged = name if ":" in name else f"{name}:latest"
     names = partial(_models, server, "/api/tags", "models", "name")
     if tagged in names():

@@ -154,6 +154,7 @@ def test_what_is_one_thing_has_one_name():
         (["generate"], "Missing argument 'SOURCE'"),
         (["combine", "--to", "x"], "Missing argument 'ADAPTER[=WEIGHT]'"),
         (["handover", "runs/exp1"], "Missing argument 'ADAPTER'"),
+        (["new", "--goal", "answer"], "'--goal': 'answer' is not one of 'answers'"),
     ],
 )
 def test_usage_errors_use_the_names_of_the_help(line, said, capsys):
