@@ -429,7 +429,10 @@ def _other_pattern(key: str, pattern: str, why: str, where: str) -> CheckpointEr
 def _targets(
     raw: Mapping[str, Any], present: list[str], where: str, errors: list[LoraFusionError], known: Sequence[str]
 ) -> tuple[str, ...]:
-    """The named projections; a pattern ("all-linear", a regular expression) means those that the tensors speak of."""
+    """The named projections; a pattern ("all-linear", a regular expression) means those that the tensors speak of.
+
+    Names of which no layer has a tensor match nothing in the base, as q_proj in one with latents: PEFT ignores them.
+    """
     targets, experts = raw.get("target_modules"), targets_of(raw)
     if experts and targets in (None, [], ""):
         targets = []
@@ -460,7 +463,8 @@ def _targets(
         )
         for name in others
     ]
-    return tuple(name for name in known if name in last.values())
+    some = [name for name in known if name in last.values()]
+    return tuple(name for name in some if name in present or not any(other in present for other in some))
 
 
 def _number(

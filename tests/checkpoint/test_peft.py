@@ -308,6 +308,21 @@ def test_patterns_of_a_folder_reach_parameters_as_in_peft(alphas, of_module, of_
     assert [patterns.alpha_of(path) for path in arrays] == [of_module, of_parameter]
 
 
+def test_names_that_match_nothing_in_the_base_are_ignored(unrolled, tmp_path):
+    """As in PEFT: the usual list of names, for a base whose attention or MLP has others."""
+    file = export_adapter(unrolled, WIDE, 0, "org/base", tmp_path / "wide") / "adapter_config.json"
+    raw = json.loads(file.read_text())
+    for names in (["k_proj", *raw["target_modules"], "gate_proj", "w1"], ["k_proj", "w1"]):
+        file.write_text(json.dumps(raw | {"target_modules": names}))
+        (file.parent / "SHA256SUMS").unlink(missing_ok=True)
+        if "q_proj" in names:
+            assert read_adapter(file.parent)[0].targets == WIDE.targets
+            assert tuple(lora_settings(file.parent)["targets"]) == WIDE.targets
+        else:
+            with pytest.raises(CheckpointError, match=r"missing: .*k_proj"):
+                read_adapter(file.parent)
+
+
 @pytest.mark.parametrize(
     ("path", "module"),
     [
