@@ -29,18 +29,22 @@ def read_shape(directory: Path) -> ModelConfig | None:
 
 
 def model_problems(
-    samples: TokenizedSet, model: ModelConfig, *, tokenizer: Tokenizer, adapter: str, directory: Path
+    samples: TokenizedSet, model: ModelConfig, *, tokenizer: Tokenizer, adapter: str, directory: Path, reserved: int = 0
 ) -> list[LoraFusionError]:
-    """Finds token ids that the base model lacks, and samples longer than its positions or attention window."""
+    """Finds token ids that the base model lacks, and samples longer than its positions or attention window.
+
+    Args:
+        reserved: tokens of a sample that a rollout may draw or read.
+    """
     problems: list[LoraFusionError] = []
     if samples.largest_token >= model.vocab_size:
         problems.append(_unknown_token(samples, model.vocab_size, tokenizer, adapter, directory))
     longest = longest_texts(samples)
-    row = int(samples.rows[longest.argmax()])
+    sample = f"{adapter}: row {int(samples.rows[longest.argmax()])} of {samples.report.source}"
+    sample += f" with {reserved} tokens of answers" if reserved else ""
+    fix = "smaller rollout.max_tokens, rollout.turns or rollout.tool_tokens" if reserved else ""
     try:
-        model.check_length(
-            int(longest.max()), where=str(directory), sample=f"{adapter}: row {row} of {samples.report.source}"
-        )
+        model.check_length(int(longest.max()), where=str(directory), sample=sample, fix=fix)
     except CheckpointError as problem:
         problems.append(problem)
     return problems

@@ -122,7 +122,12 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
             for samples in (data.train, data.eval):
                 if model is not None and samples is not None:
                     errors += model_problems(
-                        samples, model, tokenizer=adapter_tokenizer, adapter=adapter.name, directory=directory
+                        samples,
+                        model,
+                        tokenizer=adapter_tokenizer,
+                        adapter=adapter.name,
+                        directory=directory,
+                        reserved=adapter.rollout.reserved_tokens if adapter.rollout.is_on else 0,
                     )
         except ErrorList as problem:
             errors += problem.errors

@@ -398,13 +398,14 @@ class ModelConfig:
         others = self.hidden_size * (1 + self.norm_bias) + sum(map(prod, self.input_shapes.values()))
         return embeddings + sum(layer.num_parameters for layer in self.layers) + others
 
-    def check_length(self, longest: int, *, where: str = "", sample: str = "the longest sample") -> None:
+    def check_length(self, longest: int, *, where: str = "", sample: str = "the longest sample", fix: str = "") -> None:
         """Checks that samples are within the model's positions.
 
         Args:
             longest: tokens of the longest sample.
             where: folder of the model, for the message.
             sample: name of the sample in the message.
+            fix: empty: a shorter data.max_length.
 
         Raises:
             CheckpointError: `model.positions`.
@@ -415,7 +416,7 @@ class ModelConfig:
                 f"{sample} has {longest} tokens, but this model knows {self.positions} positions.",
                 where=where,
                 why=f"{self._bound_of_positions} in its config.json",
-                fix=f"data.max_length: {self.positions}",
+                fix=fix or f"data.max_length: {self.positions}",
             )
 
     def check_router_loss(self, factor: float) -> None:

@@ -154,8 +154,11 @@ def test_prompts_without_room_for_an_answer_are_named_or_left_out(load, tmp_path
     model = ModelConfig.from_hf(base)
     arguments = {"tokenizer": tokenizer, "adapter": "rl", "directory": base}
     assert not model_problems(samples, model, **arguments)
-    (problem,) = model_problems(samples, replace(model, max_positions=8), **arguments)  # the answer counts
+    small = replace(model, max_positions=8)
+    (problem,) = model_problems(samples, small, reserved=40, **arguments)  # the answer counts
     assert problem.code == "model.positions"
+    assert "with 40 tokens of answers" in problem.what
+    assert "rollout.max_tokens" in problem.fix
 
 
 def test_prompts_may_be_messages_in_a_text(load, tmp_path):
