@@ -190,8 +190,8 @@ _on_automatic_axes.defvjp(_automatic_forward, _automatic_backward)
 def _partitioned_forward(call: Call, tree: Any, x_ndim: int) -> Any:
     """Takes the leaves of the operands, returns every y; XLA asks for the program of a shard when it has chosen."""
 
-    def local(call: Call, layout: Layout, leaves: Any):
-        return shard.forward(call, layout, jax.tree.unflatten(tree, leaves))[0]
+    def local(call: Call, layout: Layout, leaves: Any, once: bool = False):
+        return shard.forward(call, layout, jax.tree.unflatten(tree, leaves), once=once)[0]
 
     def partition(mesh, arguments, results):
         del results
@@ -199,7 +199,7 @@ def _partitioned_forward(call: Call, tree: Any, x_ndim: int) -> Any:
         outputs = tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
         return (
             mesh,
-            lambda *leaves: local(call, layout, leaves),
+            lambda *leaves: local(call, layout, leaves, once=True),
             _shardings(mesh, outputs),
             _shardings(mesh, jax.tree.leaves(specs)),
         )
@@ -214,9 +214,9 @@ def _partitioned_forward(call: Call, tree: Any, x_ndim: int) -> Any:
 def _partitioned_backward(call: Call, tree: Any, x_ndim: int) -> Any:
     """Takes the leaves of the operands and every dy, returns dx, then every dA, then every dB."""
 
-    def local(call: Call, layout: Layout, arguments: Any):
+    def local(call: Call, layout: Layout, arguments: Any, once: bool = False):
         leaves, dys = arguments[: tree.num_leaves], arguments[tree.num_leaves :]
-        dx, das, dbs = shard.backward(call, layout, jax.tree.unflatten(tree, leaves), None, tuple(dys))
+        dx, das, dbs = shard.backward(call, layout, jax.tree.unflatten(tree, leaves), None, tuple(dys), once=once)
         return dx, *(das[i] for i in sorted(das)), *(dbs[i] for i in sorted(dbs))
 
     def partition(mesh, arguments, results):
@@ -226,7 +226,7 @@ def _partitioned_backward(call: Call, tree: Any, x_ndim: int) -> Any:
         inputs = [*jax.tree.leaves(specs), *(layout.spec_of_y(i) for i in range(len(ops.ws)))]
         return (
             mesh,
-            lambda *values: local(call, layout, values),
+            lambda *values: local(call, layout, values, once=True),
             _shardings(mesh, (specs.x, *banks)),
             _shardings(mesh, inputs),
         )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.linear.mesh.layout import Axes, Layout
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.problem import Operands, Static, select_projections
 
 type Saved = list[tuple[tuple[jax.Array, ...], jax.Array | None]]  # S and bits of each part
@@ -41,13 +42,13 @@ class _Part:
     backend: backend.Backend
 
 
-def forward(call: Call, layout: Layout, ops: Operands) -> tuple[tuple[jax.Array, ...], Saved]:
+def forward(call: Call, layout: Layout, ops: Operands, *, once: bool = False) -> tuple[tuple[jax.Array, ...], Saved]:
     """Returns y of every projection, [..., N], and what backward needs."""
     static, flat = _flatten(call, layout, ops)
     ys: dict[int, jax.Array] = {}
     saved = []
     for part in _parts(call, layout, static, flat):
-        outputs, ss, bits = part.backend.forward(static, part.ops)
+        outputs, ss, bits = _run(once, part.backend.forward, static, part.ops)
         ys |= dict(zip(part.projections, outputs, strict=True))
         saved.append((ss, bits))
     results = [ys[i].reshape(*ops.x.shape[:-1], -1) for i in range(len(ops.ws))]
@@ -57,6 +58,10 @@ def forward(call: Call, layout: Layout, ops: Operands) -> tuple[tuple[jax.Array,
     return tuple(results), saved
 
 
+def _run(once: bool, function: Any, static: Static, *operands: Any) -> Any:
+    return lowered_once(function, static, *operands) if once else function(static, *operands)
+
+
 def _sum_over_k(layout: Layout, y: jax.Array) -> jax.Array:
     if layout.scattered is None:
         return jax.lax.psum(y, layout.k)
@@ -64,7 +69,7 @@ def _sum_over_k(layout: Layout, y: jax.Array) -> jax.Array:
 
 
 def backward(
-    call: Call, layout: Layout, ops: Operands, saved: Saved | None, dys: tuple[jax.Array, ...]
+    call: Call, layout: Layout, ops: Operands, saved: Saved | None, dys: tuple[jax.Array, ...], *, once: bool = False
 ) -> tuple[jax.Array, dict[int, jax.Array], dict[int, jax.Array]]:
     """Returns dx, and dA and dB (float32) by projection number; without `saved`, S and bits are made again."""
     static, flat = _flatten(call, layout, ops)
@@ -73,8 +78,8 @@ def backward(
     dx_by_axes: dict[Axes, Any] = {}
     for number, part in enumerate(_parts(call, layout, static, flat)):
         part_dys = tuple(dys[i].reshape(-1, dys[i].shape[-1]).astype(ops.x.dtype) for i in part.projections)
-        ss, bits = part.backend.forward(static, part.ops)[1:] if saved is None else saved[number]
-        dx, part_das, part_dbs = part.backend.backward(static, part.ops, ss, bits, part_dys)
+        ss, bits = _run(once, part.backend.forward, static, part.ops)[1:] if saved is None else saved[number]
+        dx, part_das, part_dbs = _run(once, part.backend.backward, static, part.ops, ss, bits, part_dys)
         dx_by_axes[part.n] = dx_by_axes.get(part.n, 0) + dx
         das |= {part.projections[i]: da for i, da in part_das.items()}
         dbs |= {part.projections[i]: db for i, db in part_dbs.items()}
