@@ -79,7 +79,7 @@ def _required_paths(paths: Sequence[str], described: Described) -> Iterable[str]
         for layer in (sorted(with_experts) if with_experts and name in EXPERTS else layers)
     )
     modules = {path.rpartition(".")[0] for path in paths if not _of_experts(path)}
-    mixed = _mixed(paths)  # layers have one mixer or the other
+    mixed, present = _mixed(paths), {int(path.split(".")[1]) for path in paths}
     one_half = any(path.split(".")[2] == MIXER for path in paths)  # and what each has, only the model knows
 
     def layer_of(path: str) -> int:
@@ -95,8 +95,9 @@ def _required_paths(paths: Sequence[str], described: Described) -> Iterable[str]
                 return True  # the values of a layer may be its keys
         if one_half:
             return path not in paths
-        part = path.split(".")[2]  # some layers may have experts in place of `feed_forward`, or of an MLP
-        in_some = (mixed and part in MIXERS) or part == FEED_FORWARD or (described.as_parameters and part == "mlp")
+        part = path.split(".")[2]  # layers may have another mixer, or experts in place of `feed_forward` or of an MLP
+        in_some = (part in MIXERS and (mixed or layer_of(path) in present)) or part == FEED_FORWARD
+        in_some |= described.as_parameters and part == "mlp"
         return path not in paths and module not in modules and in_some and not _of_experts(path)
 
     return [path for path in every if described.spec.has(path) and not may_lack(path)]

@@ -115,3 +115,11 @@ def test_tensors_of_each_expert_are_named(tmp_path):
     save_file({name: np.ones((1, 1), np.float32) for name in names}, tmp_path / "law" / "adapter_model.safetensors")
     with pytest.raises(LoraFusionError, match=r"(?s)each expert alone.*save_pretrained"):
         read_adapter(tmp_path / "law")
+
+
+def test_layers_may_have_another_mixer_than_that_of_the_adapter(tmp_path):
+    """A hybrid has attention in some layers, and an adapter may be on that and on the MLPs of all."""
+    paths = ["layers.2.self_attn.k_proj", *(f"layers.{layer}.mlp.up_proj" for layer in range(3))]
+    arrays = {path: (np.ones((4, 2), np.float32), np.ones((2, 4), np.float32)) for path in paths}
+    spec = AdapterSpec(name="law", rank=2, alpha=4, targets=("k_proj", "up_proj"))
+    assert read_adapter(write_adapter(arrays, spec, "base", tmp_path / "law"))[1].keys() == arrays.keys()
