@@ -57,14 +57,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.conditions import conditions
-from benchmarks.end_to_end_inputs import (
-    GEMMA_4_E2B,
-    GPT_OSS_20B,
-    QWEN3_235B,
-    random_base,
-    random_data,
-    random_pairs,
-)
+from benchmarks.end_to_end_inputs import OTHER_SHAPES, random_base, random_data, random_pairs
 from benchmarks.end_to_end_report import report
 from benchmarks.frozen import FrozenStage, without_lora, without_updates
 from benchmarks.gpu_state import GpuState
@@ -114,7 +107,7 @@ from scheduling.comparison import host_wait_s
 from scheduling.pipeline import Program, one_forward_one_backward
 
 SIZES = {"sizes": (0.375, 0.5, 0.75, 1.0), "short": (1 / 32, 1 / 8, 0.375, 1.0)}  # of the capacity, by plan
-MODELS = SHAPES | {"gpt-oss-20b": GPT_OSS_20B, "gemma-4-e2b": GEMMA_4_E2B, "qwen3-235b-a22b": QWEN3_235B}
+MODELS = SHAPES | OTHER_SHAPES
 CAPACITIES = (2048, 3072, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
 
 

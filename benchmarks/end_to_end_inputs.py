@@ -59,6 +59,8 @@ GEMMA_4_E2B: dict[str, Any] = {
     ),
 }  # fmt: skip
 
+OTHER_SHAPES = {"gpt-oss-20b": GPT_OSS_20B, "gemma-4-e2b": GEMMA_4_E2B, "qwen3-235b-a22b": QWEN3_235B}
+
 
 class Draw:
     """Random tensors of a stage: norms 1, biases 0, kernels scaled by their input size."""

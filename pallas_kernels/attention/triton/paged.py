@@ -112,9 +112,8 @@ def paged_attention_kernel(
             v = v_ref[row, :]
             return m, total * fade + jnp.sum(p, axis=1), o * fade[:, None] + dot(p.astype(v.dtype), v)
 
-        empty = jnp.full(ROWS, MASKED, jnp.float32)
-        start = (empty, jnp.zeros_like(empty), jnp.zeros((ROWS, C), jnp.float32))
-        m, total, o = lax.fori_loop(begin, end, step, start)
+        empty = (jnp.full(ROWS, MASKED, jnp.float32), *(jnp.zeros(shape, jnp.float32) for shape in (ROWS, (ROWS, C))))
+        m, total, o = lax.fori_loop(begin, end, step, empty)
         some = total > 0
         total = jnp.where(some, total, 1.0)
         row, inside = ((sequence * K + head) * parts + part) * group + number, number < group
