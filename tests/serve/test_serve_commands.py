@@ -16,9 +16,9 @@ from small_jobs import write_job, write_rows
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config.load import load_config
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, LoraFusionError
 from lorafusion_jax.serve import demo, server
-from lorafusion_jax.serve.cli.jobs import job_of
+from lorafusion_jax.serve.cli.jobs import _service, job_of
 from lorafusion_jax.serve.cli.serve import read_places, read_sampler_places
 from lorafusion_jax.serve.client import Client, Job, ServiceError
 from lorafusion_jax.serve.settings import Settings
@@ -81,6 +81,20 @@ def test_what_the_service_refuses_is_an_error_of_the_command(call, tmp_path):
     assert "fix: lorafusion jobs ls\n" in errors
     code, _, errors = call("download", "job-000000000000", "--to", str(tmp_path / "new"))
     assert code == 2
+
+
+def test_refusals_have_fixes_that_a_command_line_takes(call, tmp_path, tiny_base):
+    entry = {"name": "law", "data": {"train": write_rows(tmp_path, "law", 9, longest=8)}, "lora": {"rank": 2}}
+    code, _, errors = call("submit", str(write_job(tmp_path, tiny_base, [entry])), "--base", "huge")
+    assert (code, "error[job.base] there is no base 'huge'" in errors) == (2, True)
+    assert "fix: --base NAME, one of: " in errors
+
+
+def test_all_refusals_of_a_request_are_shown():
+    refusals = [{"code": f"job.{name}", "what": f"{name}.", "fix": f"mend {name}"} for name in ("rank", "kind")]
+    with pytest.raises(LoraFusionError) as shown, _service("http://127.0.0.1:1", None):
+        raise ServiceError(422, refusals)
+    assert all(f"fix: mend {name}" in str(shown.value) for name in ("rank", "kind"))
 
 
 def test_who_sends_no_key_is_told_where_it_goes(running, monkeypatch, tmp_path, capsys):

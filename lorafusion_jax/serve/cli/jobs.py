@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.errors import ConfigError, RunError, raise_all
 from lorafusion_jax.report.console import out, plain_table
 from lorafusion_jax.report.format import loss_text
 from lorafusion_jax.serve.client import Client, ServiceError
@@ -119,8 +119,7 @@ def watch(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
                 console.print(f"{event['after']}{why}", highlight=False, markup=False)
                 if is_refused:
                     for problem in handle.show()["problems"]:
-                        error = ConfigError(**{key: problem.get(key, "") for key in KEYS})
-                        console.print(str(error), highlight=False, markup=False, soft_wrap=True)
+                        console.print(str(_as_error(problem)), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -319,6 +318,14 @@ def _client(url: str, key_file: Path | None) -> Client:
         raise ConfigError("jobs.url", f"--url: {problem}.", fix="--url http://127.0.0.1:7070") from None
 
 
+def _as_error(refusal: dict[str, str]) -> ConfigError:
+    """A refusal of the service as an error of ours, with a fix that is a command."""
+    values = {"code": "jobs.refused"} | {key: refusal[key] for key in KEYS if key in refusal}
+    fix = FIXES.get(values["code"], values.get("fix", ""))
+    values["fix"] = f"--base NAME, {fix}" if values["code"] == "job.base" else fix
+    return ConfigError(**{"what": ""} | values)
+
+
 @contextmanager
 def _service(url: str, key_file: Path | None) -> Iterator[Client]:
     """A client; what the service refuses is shown as an error of ours, with a fix that is a command."""
@@ -326,16 +333,7 @@ def _service(url: str, key_file: Path | None) -> Iterator[Client]:
     try:
         yield client
     except ServiceError as problem:
-        first = problem.problems[0]
-        more = "".join(f"; also {entry['what']}" for entry in problem.problems[1:])
-        code = first.get("code", "jobs.refused")
-        raise ConfigError(
-            code,
-            first.get("what", ""),
-            where=first.get("where", ""),
-            why=first.get("why", "") + more,
-            fix=FIXES.get(code, first.get("fix", "")),
-        ) from None
+        raise_all([_as_error(entry) for entry in problem.problems])
     except (OSError, HTTPException, OverflowError) as problem:
         if isinstance(problem, OSError) and problem.filename is not None:  # of this machine
             raise
