@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MOST_SHOWN = 2000  # characters of each part of a message
 MOST_NAMES = 6  # of adapters with one message
-_STOP = re.compile(r"\?\.(?=\s|$)")  # of a sentence that ends with a question: "did you mean 'adamw'?."
+_STOP = re.compile(r"(?<=[\w'\")\]])([?.])\.(?=\s|$)")  # after a sentence with an end: "did you mean 'adamw'?."
 
 
 class LoraFusionError(Exception):
@@ -35,7 +35,7 @@ class LoraFusionError(Exception):
     exit_code = 1
 
     def __init__(self, code: str, what: str, *, where: str = "", why: str = "", fix: str = ""):
-        what, why, fix = (_STOP.sub("?", text) for text in (what, why, fix))
+        what, why, fix = (_STOP.sub(r"\1", text) for text in (what, why, fix))
         self.code, self.what, self.where, self.why, self.fix = code, what, where, why, fix
         super().__init__(str(self))
 

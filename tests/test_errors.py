@@ -27,12 +27,15 @@ def test_an_error_says_what_where_why_and_what_to_do():
     ]
 
 
-def test_a_sentence_that_ends_with_a_question_gets_no_full_stop():
+def test_a_sentence_that_ends_already_gets_no_full_stop():
     error = ConfigError(
         "a.b", "it is 'lwa'; did you mean 'law'?.", fix="did you mean 'law'?.\n  old-?.jsonl is a glob."
     )
     assert error.what == "it is 'lwa'; did you mean 'law'?"
     assert error.fix == "did you mean 'law'?\n  old-?.jsonl is a glob."
+    error = DataError("a.b", "law: no file.. ../data is there, and .. is not.", why="it was 'moved.'. Wait ...")
+    assert error.what == "law: no file. ../data is there, and .. is not."
+    assert error.why == "it was 'moved.'. Wait ..."
 
 
 def test_error_lists_show_all_and_have_the_gravest_exit_code():
