@@ -41,6 +41,7 @@ Tensors = dict[str, np.ndarray]
 
 _THEIRS = re.compile(r"(.*layers\.\d{1,6}\.)(\w+\.)?experts\.(base_layer\.)*(lora_\w+\.weight)")
 _OURS = re.compile(rf"(.*layers\.\d{{1,6}}\.)(\w+)\.({'|'.join(EXPERTS)})\.(.+)")
+READ_AS_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # by PEFT, in a list, where a model has experts
 _PATH = re.compile(r"(layers\.\d{1,6}\..+)\.lora_\w+\.weight$")
 
 
@@ -67,6 +68,7 @@ def named_in_peft(
     is_beside = any(path.startswith(tuple(f"{module}." for module in BESIDE)) for path in dense)
     with_mlp = {path.split(".")[1] for path, part in zip(paths, inside, strict=True) if part in dense}
     in_some = not lets_out and 0 < len(with_mlp) < len({path.split(".")[1] for path in paths})
+    in_some = in_some and any(part.rpartition(".")[2] in READ_AS_EXPERTS for part in dense)
     if module != MIXER and (is_beside or in_some):
         parameters += [f"{path}.weight" for path in dict.fromkeys(dense)]
     others = {*EXPERTS, *(path.split(".")[-2] for path in parameters if path.endswith(".weight"))}
