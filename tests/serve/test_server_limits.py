@@ -553,6 +553,33 @@ def test_idle_connections_leave_room_for_others(tmp_path, tiny_base, monkeypatch
         used.close()
 
 
+def test_a_connection_whose_request_has_arrived_is_not_the_idle_one_that_is_closed():
+    """A server that lags behind many new connections has not read it yet."""
+
+    class Transport:
+        def __init__(self, server_end):
+            self.server_end, self.is_closed = server_end, False
+
+        def get_extra_info(self, name):
+            return self.server_end
+
+        def close(self):
+            self.is_closed = True
+
+    pairs, made = [socket.socketpair() for _ in range(3)], []
+    for since, (server_end, _) in enumerate(pairs):
+        protocol = connections.PatientProtocol.__new__(connections.PatientProtocol)
+        protocol._since, protocol.cycle, protocol.transport = since, None, Transport(server_end)
+        made.append(protocol)
+    for protocol in made:
+        protocol.connections = set(made)
+    pairs[0][1].sendall(b"GET /v1/me HTTP/1.1")
+    made[-1]._close_idlest()
+    assert [protocol.transport.is_closed for protocol in made] == [False, True, False]
+    for end in (end for pair in pairs for end in pair):
+        end.close()
+
+
 def test_files_are_kept_for_the_service_itself(monkeypatch):
     monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (1024, 1024))
     assert connections.most_connections() == 768

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import resource
+import select
 import threading
 from typing import Any, ClassVar
 
@@ -16,6 +18,7 @@ MOST, FILES, RESERVED = 4096, 8192, 256  # connections, files that may be open, 
 LARGEST_HEAD = 64 << 10
 AT_ONCE = 64 << 10  # bytes that are read of a connection before others have their turn
 REST, REST_S = 4 << 20, 5  # bytes and seconds of a refused body that are still read, so that the client sees the answer
+MOST_SPARED = 32  # connections with an unread request that are looked at before a new one is refused instead
 MOST_RESTS = 32  # connections of which that is read at once: each takes a millisecond of the event loop for 256 KiB
 
 
@@ -86,11 +89,21 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         self._look()
 
     def _close_idlest(self) -> None:
-        """Makes room: closes the connection that has been without a request for longest, before anybody is refused."""
-        idle = (other for other in self.connections if isinstance(other, PatientProtocol) and other.is_idle)
-        if (idlest := min(idle, key=lambda other: other._since, default=None)) is not None:
-            idlest._is_closing = True
-            idlest.transport.close()
+        """Makes room: closes the connection that has been without a request for longest, before anybody is refused.
+
+        One whose next request has arrived, but was not read yet, is spared.
+        """
+        idle = [other for other in self.connections if isinstance(other, PatientProtocol) and other.is_idle]
+        for idlest in heapq.nsmallest(MOST_SPARED, idle, key=lambda other: other._since):
+            if not idlest._has_arrivals():
+                idlest._is_closing = True
+                idlest.transport.close()
+                return
+
+    def _has_arrivals(self) -> bool:
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     @property
     def is_idle(self) -> bool:
