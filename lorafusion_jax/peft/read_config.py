@@ -432,6 +432,7 @@ def _targets(
     """The named projections; a pattern ("all-linear", a regular expression) means those that the tensors speak of.
 
     Names of which no layer has a tensor match nothing in the base, as q_proj in one with latents: PEFT ignores them.
+    But where the adapter lets projections out, it may be on none of that name.
     """
     targets, experts = raw.get("target_modules"), targets_of(raw)
     if experts and targets in (None, [], ""):
@@ -464,7 +465,9 @@ def _targets(
         for name in others
     ]
     some = [name for name in known if name in last.values()]
-    return tuple(name for name in some if name in present or not any(other in present for other in some))
+    if _some_layers(raw) or not any(name in present for name in some):
+        return tuple(some)
+    return tuple(name for name in some if name in present)
 
 
 def _number(

@@ -253,6 +253,14 @@ def test_patterns_reach_mlps_beside_experts_in_peft(multimodal, tmp_path):
             assert [*matching, default][0] == number == read, (name, key)
 
 
+def test_a_target_that_the_adapter_lets_out_everywhere_is_read_again(tmp_path):
+    patterns = Patterns(rank=2, alpha=4, layers=(1, 3), exclude=("mlp.up_proj", "v_proj"))
+    spec = AdapterSpec(name="law", rank=2, alpha=4, targets=("q_proj", "v_proj", "up_proj"), patterns=patterns)
+    arrays = {f"layers.{layer}.self_attn.q_proj": (np.ones((4, 2)), np.ones((2, 4))) for layer in (1, 3)}
+    again, same = read_adapter(write_adapter(arrays, spec, "base", tmp_path / "law"))
+    assert (again.targets, same.keys()) == (spec.targets, arrays.keys())
+
+
 @pytest.mark.parametrize("exclude", [(), r".*language_model\.layers\.1\..*proj"])
 def test_patterns_of_a_whole_model_reach_its_text_part(exclude, tmp_path):
     """Such as those of an adapter that went on from one of the whole model, and has a score: its base is the text."""
