@@ -242,7 +242,7 @@ class LoRAContext:
 
         Args:
             losses: [examples, …] or [rows, …], as the table counts them. Rows without an adapter do not count.
-            where: which of the losses count, or their weights, in the form of `losses` (None: all).
+            where: which of the losses count, or their weights, 0 or more, in the form of `losses` (None: all).
 
         Raises:
             RunError: `lora.table-rows`, the length of the table does not fit the losses.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -118,37 +119,40 @@ class Session:
             "rows": np.zeros(len(self.names), np.int32),  # since the last step
         }
         self._losses = jax.jit(self._sum_losses, static_argnames=("loss", "train"))
-        self._gradients = jax.jit(self._add_gradients, static_argnames="loss", donate_argnums=2)
+        self._gradients = jax.jit(self._add_gradients, static_argnames="loss")
         self._update = jax.jit(self._step_adapters)
         if id(model) not in _NEWEST:
             finalize(model, _NEWEST.pop, id(model), None)
         self._mark = _NEWEST[id(model)] = object()
 
     def forward_backward(self, rows: Mapping[str, Sequence[Row]], loss: Loss) -> dict[str, float]:
-        """Adds the gradients of rows to those since the last step.
+        """Adds the gradients of rows to those since the last step. A call that fails adds nothing.
 
         Args:
             rows: adapter → its rows, each a mapping of names to arrays of one example.
-            loss: (model, rows with a first axis of examples) → losses [N, …], or losses and their weights. A function
-                that is defined once: a program compiles for each.
+            loss: (model, rows with a first axis of examples) → losses [N, …], or losses and their weights, 0 or more.
+                A function that is defined once: a program compiles for each.
 
         Returns:
-            The mean loss of each adapter over these rows.
+            The mean loss of each adapter over these rows; 0 where all weights are 0.
 
         Raises:
             ConfigError: `session.rows`, `lora.unknown-adapter`.
-            RunError: `session.loss`, the loss has no value for each example.
+            RunError: `session.loss`, the loss has no value for each example; `session.weights`, weights are below 0.
         """
         self._check_newest()
-        sums = []
+        state, parts = self._state, []
+        gradients, numbers = state["gradients"], state["rows"].copy()
         for batch, table, number in self._microbatches(rows):
-            sums.append(part := self._gradients(self._state["adapters"], self._frozen, self._state["gradients"], batch,
-                                                table, number, self._state["steps"], loss=loss))  # fmt: skip
-            self._state["gradients"] = part[2]
+            part, gradients = self._gradients(
+                state["adapters"], self._frozen, gradients, batch, table, number, state["steps"], loss=loss
+            )
+            parts.append(part)
+        losses, weights = self._totals(rows, parts)
         for name in rows:
-            self._state["rows"][self.names.index(name)] += len(rows[name])
-        losses, weights = (sum((part[axis] for part in sums), jnp.zeros(len(self.names))) for axis in (0, 1))
-        self._state["losses"], self._state["weights"] = self._state["losses"] + losses, self._state["weights"] + weights
+            numbers[self.names.index(name)] += len(rows[name])
+        sums = {"losses": state["losses"] + losses, "weights": state["weights"] + weights}
+        self._state = state | sums | {"gradients": gradients, "rows": numbers}
         return self._means(rows, losses, weights)
 
     def forward(self, rows: Mapping[str, Sequence[Row]], loss: Loss) -> dict[str, float]:
@@ -158,27 +162,28 @@ class Session:
                          train=False)[1]
             for batch, table, number in self._microbatches(rows)
         ]  # fmt: skip
-        return self._means(rows, sum(part[0] for part in parts), sum(part[1] for part in parts))
+        return self._means(rows, *self._totals(rows, parts))
 
     def optim_step(self, adapters: str | Sequence[str] | None = None) -> dict[str, SessionStep]:
-        """Takes a step of the adapters that are named, or of all that had rows since their last step.
+        """Takes a step of the adapters that are named, or of all that had rows since their last step. Rows whose
+        weights are all 0 are none.
 
         Raises:
             ConfigError: `lora.unknown-adapter`.
-            RunError: `session.no-rows`, an adapter had none, or all of their weights are 0; `session.not-finite`, its
-                gradient is not finite. It keeps its weights, and what its rows had added is dropped; others step.
+            RunError: `session.no-rows`, an adapter had none; `session.not-finite`, its gradient is not finite. It keeps
+                its weights, and what its rows had added is dropped; others step.
         """
         self._check_newest()
-        rows = self._state["rows"]
+        weights = np.asarray(self._state["weights"])
         if adapters is None:
-            names = [name for name, count in zip(self.names, rows, strict=True) if count]
+            names = [name for name, weight in zip(self.names, weights, strict=True) if weight]
         else:
             names = [adapters] if isinstance(adapters, str) else list(adapters)
         steps = np.array([self._number(name) for name in names], np.int32)
-        empty = [name for name, number in zip(names, steps, strict=True) if not rows[number]]
+        empty = [name for name, number in zip(names, steps, strict=True) if not weights[number]]
         if empty or not names:
-            message = f"{', '.join(empty) or 'no adapter'} had rows since the last step."
-            message = message if not empty else f"{', '.join(empty)} had no rows since the last step."
+            message = f"{', '.join(empty)} had no rows" if empty else "no adapter had rows"
+            message += " with a weight above 0 since the last step."
             raise RunError("session.no-rows", message, fix="forward_backward with rows of the adapter")
         mask = np.isin(np.arange(len(self.names)), steps)
         self._state, norms, means, finite = self._update(self._state, mask)
@@ -190,7 +195,7 @@ class Session:
         }
         if broken := [self.names[number] for number in steps if not finite[number]]:
             message = f"the gradient of {', '.join(broken)} is not finite: no step was taken."
-            fix = "look for bad rows, weights of 0 alone, or a learning rate that is too large"
+            fix = "look for bad rows, or a learning rate that is too large"
             raise RunError("session.not-finite", message, fix=fix)
         numbers = self._state["steps"]
         return {
@@ -261,9 +266,22 @@ class Session:
             raise ConfigError("lora.unknown-adapter", message, fix=f"one of {', '.join(self.names)}")
         return self.names.index(name)
 
+    def _totals(self, rows: Mapping[str, Any], parts: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+        """Returns the weighted losses and the weights of each adapter over all microbatches.
+
+        Raises:
+            RunError: `session.weights`.
+        """
+        losses, weights, below = (reduce(jnp.add, sums) for sums in zip(*parts, strict=True))
+        if wrong := [name for name in rows if below[self.names.index(name)]]:
+            message = f"the loss of {', '.join(wrong)} has weights below 0."
+            why = "a mean is the sum of weight · loss over the sum of the weights"
+            raise RunError("session.weights", message, why=why, fix="multiply losses, not weights, by advantages")
+        return losses, weights
+
     def _means(self, rows: Mapping[str, Any], losses: Any, weights: Any) -> dict[str, float]:
         with np.errstate(invalid="ignore"):  # of rows whose losses or weights are infinite
-            means = np.asarray(losses) / np.maximum(np.asarray(weights), np.finfo(np.float32).tiny)
+            means = np.asarray(losses) / np.asarray(_divisors(weights))
         return {name: float(means[self._number(name)]) for name in rows}
 
     def _microbatches(self, rows: Mapping[str, Sequence[Row]]) -> Iterator[tuple[dict[str, np.ndarray], Any, Any]]:
@@ -327,19 +345,20 @@ class Session:
                 message = f"the loss has the shape {losses.shape}, and there are {len(table)} examples."
                 raise RunError("session.loss", message, fix="one loss for each example, [N, …]")
             sums, counts = context.sums(losses, weights)
-        return sums.sum(), (sums, counts)
+            below = jnp.zeros_like(counts) if weights is None else context.sums(losses, jnp.asarray(weights) < 0)[1]
+        return sums.sum(), (sums, counts, below)
 
     def _add_gradients(self, lora, frozen, gradients, batch, table, number, steps, *, loss: Loss):
         differentiated = jax.grad(self._sum_losses, has_aux=True)
-        slopes, (sums, counts) = differentiated(lora, frozen, batch, table, number, steps, loss=loss)
-        return sums, counts, jax.tree.map(jnp.add, gradients, slopes)
+        slopes, sums = differentiated(lora, frozen, batch, table, number, steps, loss=loss)
+        return sums, jax.tree.map(jnp.add, gradients, slopes)
 
     def _step_adapters(self, state, mask):
-        weights = jnp.maximum(state["weights"], jnp.finfo(jnp.float32).tiny)
+        weights = _divisors(state["weights"])
         means = state["losses"] / weights
         slopes = _each(lambda leaf, factor: leaf * factor, state["gradients"], 1 / weights)
         norms = _norms(slopes, len(self.names))
-        finite = jnp.isfinite(norms) & (state["weights"] > 0)
+        finite = jnp.isfinite(norms)
         steps = mask & finite
         slopes = _each(lambda leaf, on: jnp.where(on, leaf, 0), slopes, steps)
         updates, optimizers = self._optimizer.update(slopes, state["optimizers"], state["adapters"], active=steps)
@@ -350,6 +369,11 @@ class Session:
         }
         moved = optax.apply_updates(state["adapters"], updates)
         return state | cleared | {"adapters": moved, "optimizers": optimizers}, norms, means, finite
+
+
+def _divisors(weights_A: jax.Array) -> jax.Array:
+    """Divisors of means; those of no weight are 0."""
+    return jnp.where(weights_A == 0, 1.0, weights_A)
 
 
 def _each(function: Callable[[jax.Array, jax.Array], jax.Array], tree: Any, values_A: jax.Array) -> Any:

@@ -156,6 +156,33 @@ def test_bad_rows_of_one_adapter_leave_the_other_alone(joint):
     assert int(session._state["steps"][0]) == steps
 
 
+def test_rows_without_weights_count_for_nothing(joint):
+    session, steps = joint[0], joint[0]._state["steps"].tolist()
+    weightless = [row | {"weights": np.zeros_like(row["weights"])} for row in rows_of("nothing", 2)]
+    assert session.forward({"law": weightless}, loss) == {"law": 0.0}
+    assert session.forward_backward({"law": weightless, "med": rows_of("good", 2)}, loss)["law"] == 0.0
+    assert list(session.optim_step()) == ["med"]
+    with pytest.raises(LoraFusionError, match=r"session\.no-rows.*law"):
+        session.optim_step("law")
+    assert session._state["steps"].tolist() == [steps[0], steps[1] + 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda row: {"weights": np.where(np.arange(len(row["weights"])) == 1, -1.0, row["weights"])}, "law.*below 0"),
+        (lambda row: {"tokens": row["tokens"] / 2}, "must be an integer"),
+    ],
+)
+def test_a_call_whose_last_microbatch_fails_adds_nothing(joint, change, says):
+    session, rows = joint[0], rows_of("partly", 4)
+    rows[3] = rows[3] | change(rows[3])  # the first three fill a microbatch
+    before = jax.tree.map(np.array, session._state)
+    with pytest.raises((LoraFusionError, ValueError), match=says):
+        session.forward_backward({"law": rows}, loss)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, session._state))
+
+
 def test_evaluation_draws_no_dropout_and_adds_no_gradient(joint):
     session, _ = joint
     rows = {"law": rows_of("held", 3)}
