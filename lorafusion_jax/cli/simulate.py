@@ -27,7 +27,10 @@ def command(
     ] = None,
     also: Annotated[list[str] | None, typer.Argument(metavar="POLICY", help="further policies")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="number of GPUs of the cluster, in hosts of eight")] = 64,
-    memory_gib: Annotated[float, typer.Option(help="memory of each GPU")] = 140.0,
+    device: Annotated[str, typer.Option(metavar="NAME", help="the GPUs, as in plan")] = "h200",
+    memory_gib: Annotated[
+        float | None, typer.Option(min=1, help="memory of each GPU", show_default="by device")
+    ] = None,
     policy: Annotated[
         list[str] | None, typer.Option(help="ours, and others to compare with, such as fifo srtf")
     ] = None,
@@ -40,6 +43,7 @@ def command(
 
     Example: lorafusion simulate --example trace.csv --gpus 16 --policy ours fifo
     """
+    from lorafusion_jax.planning.prediction import memory_of
     from scheduling.online import POLICIES, Rates, Worker, read_trace, simulate_cluster
     from scheduling.online.replay import completion_svg, replay_html
 
@@ -54,8 +58,9 @@ def command(
     names: list[str] = list(dict.fromkeys([*(policy or ["ours"]), *(also or [])]))
     if unknown := [name for name in names if name not in POLICIES]:
         raise ConfigError("simulate.policy", f"no policy {unknown[0]!r}.", fix=f"some of {', '.join(POLICIES)}")
+    memory = memory_gib or (memory_of(device) or 0) / 2**30 or 140.0
     workers = [
-        Worker(f"host{first // HOST_GPUS}", min(HOST_GPUS, gpus - first), memory_gib)
+        Worker(f"host{first // HOST_GPUS}", min(HOST_GPUS, gpus - first), memory, device)
         for first in range(0, gpus, HOST_GPUS)
     ]
     rates = Rates()

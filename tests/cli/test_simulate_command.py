@@ -40,10 +40,18 @@ def test_json_has_every_figure(trace, tmp_path):
     assert {"jct_mean_s", "jct_p99_s", "utilisation", "slowdown_p99", "fairness"} <= answer["policies"]["ours"].keys()
 
 
+def test_slower_gpus_take_longer(trace, tmp_path):
+    told = ["simulate", str(trace), "--gpus", "8", "--policy", "fifo", "--json", "-o", str(tmp_path / "a.html")]
+    answers = [json.loads(CliRunner().invoke(app, [*told, *more]).output) for more in ((), ("--device", "a100"))]
+    means = [answer["policies"]["fifo"]["jct_mean_s"] for answer in answers]
+    assert means[1] > 2 * means[0]  # a third of the products of an H200
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--policy", "luck"], "simulate.policy"),
+        (["--device", "tpu"], "plan.device"),
         (["-o", "page.txt"], "output.ending"),
         (["--gpus", "1"], "online.job-too-large"),
     ],

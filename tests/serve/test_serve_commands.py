@@ -17,6 +17,7 @@ from small_jobs import write_job, write_rows
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.planning import prediction
 from lorafusion_jax.serve import demo, server
 from lorafusion_jax.serve.cli.jobs import _service, job_of
 from lorafusion_jax.serve.cli.serve import read_places, read_sampler_places
@@ -233,6 +234,46 @@ def test_places_of_samplers_are_checked(text):
 def test_shares_without_an_effect_are_refused(options, why, tmp_path, tiny_base, capsys):
     assert run(["serve", "--home", str(tmp_path / "home"), "--base", str(tiny_base), *options]) == 2
     assert why in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--device", "l40s"], "--device has no effect here"),
+        (["--memory-gib", "40", "--gpus", "0", "--policy", "ours"], "--gpus 0 plans with the rates of a CPU"),
+        (["--gpus", "2", "--device", "tpu"], "there are no rates of tpu"),
+        (["--gpus", "2", "mesh.tensor=2"], "the policy ours decides the mesh"),
+    ],
+)
+def test_settings_that_a_policy_cannot_use_are_refused(options, why, tmp_path, tiny_base, capsys):
+    assert run(["serve", "--home", str(tmp_path / "home"), "--base", str(tiny_base), *options]) == 2
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "planned"),
+    [
+        ("NVIDIA L40S", [], ("l40s", 44.0, "this machine has NVIDIA L40S")),
+        ("NVIDIA L40S", ["--device", "a100"], ("a100", 79.0, "--device")),
+        ("NVIDIA H100 PCIe", ["--memory-gib", "60"], ("h100", 60.0, "this machine has NVIDIA H100 PCIe")),
+        ("NVIDIA T4", [], ("h200", 140.0, "NVIDIA T4, whose rates are not known: --device names another one")),
+        (None, [], ("h200", 140.0, "this machine has no NVIDIA GPU")),
+    ],
+)
+def test_a_policy_plans_with_the_gpus_of_the_machine(gpu, options, planned, tmp_path, tiny_base, monkeypatch, capsys):
+    def start(settings, *, on_start, **_):
+        on_start("http://here")
+        assert (settings.device, settings.memory_gib) == planned[:2]
+
+    monkeypatch.setattr(server, "run_server", start)
+    monkeypatch.setattr(prediction, "machine_gpu", lambda: gpu)
+    monkeypatch.setattr(os, "umask", lambda mask: 0)
+    home = str(tmp_path / "home")
+    assert run(["serve", "--home", home, "--base", str(tiny_base), "--gpus", "2", *options]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    device, memory_gib, why = planned
+    assert f"ours plans with the rates of {device} and {memory_gib:g} GiB a GPU" in said
+    assert said.endswith(why)
 
 
 def test_places_of_samplers_hold_every_model():

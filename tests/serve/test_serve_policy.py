@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,6 +191,45 @@ def test_a_changed_priority_and_weight_reach_the_policy(tmp_path, tiny_base):
     assert placed(first, second, short) == placed(first, second, short) == {"second"}
     second = second | {"priority": -1}
     assert "second" not in placed(first, second, short)
+
+
+@pytest.mark.parametrize(
+    ("options", "fits", "capacity"),
+    [
+        ({"base": {"quantize": "nf4"}}, True, 4736),
+        ({"memory_gib": 79.0, "device": "h100"}, False, 4736),
+        ({"batch": {"capacity_tokens": [1000, 2000]}}, False, 2048),
+    ],
+)
+def test_a_policy_plans_with_the_settings_of_sessions(options, fits, capacity, tmp_path):
+    """A 70B fits on one GPU in four bits only, and sessions have the capacity that was given."""
+    base = write_base(tmp_path / "tall", {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336})
+    large = write_base(tmp_path / "large", {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672})
+    bases = {"tall": base, "large": large}
+    scheduler = PolicyScheduler(Settings(home=tmp_path, bases=bases, places={4: 2}, policy="ours", **options), "ours")
+    spec = {"data": {}, "lora": {"rank": 4}, "batch": {"global_samples": 64}}
+    job = {"id": "law", "owner": "ana", "base": "tall", "spec": spec, "lengths": [600, 200, 900], "rank": 4, "step": 0}
+    job |= {"steps": 9, "weight": 1.0, "priority": 0, "created": None, "queued": None, "state": "queued"}
+    assert bool(scheduler.refuses(job | {"base": "large"})) is not fits
+    wait_for(lambda: scheduler.decide([job], {}).sessions)
+    assert [plan.capacity_tokens for plan in scheduler.decide([job], {}).sessions.values()] == [capacity]
+
+
+def write_base(folder: Path, sizes: dict[str, int]) -> Path:
+    folder.mkdir()
+    config = {"model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8} | sizes
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192}))
+    return folder
+
+
+def test_sessions_of_a_policy_have_the_capacities_that_were_given(serve, monkeypatch):
+    opened, start = [], SimulatedLauncher.start
+    monkeypatch.setattr(
+        SimulatedLauncher, "start", lambda self, values, log: opened.append(values) or start(self, values, log)
+    )
+    service = serve(Packing, batch={"tile_tokens": 16, "capacity_tokens": [128, 256]})
+    service.wait(service.submit("one", "red"))
+    assert [values["batch"]["capacity_tokens"] for values in opened] == [[128, 256]]
 
 
 class Sleeper(Packing):

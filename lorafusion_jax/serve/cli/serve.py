@@ -53,7 +53,17 @@ Policy = Annotated[
     ),
 ]
 Gpus = Annotated[int, typer.Option(min=0, max=1024, help="GPUs of this machine or cluster, for the policy; 0: the CPU")]
-GpuMemory = Annotated[float, typer.Option(min=1, help="memory of each GPU")]
+GpuMemory = Annotated[
+    float | None, typer.Option(min=1, help="memory of each GPU, for the policy", show_default="by device")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="device whose rates the policy plans with, as in plan",
+        show_default="that of this machine, which the start names",
+    ),
+]
 Host = Annotated[str, typer.Option(help="address to listen on; other than this machine needs a key")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")]
 HostNames = Annotated[list[str] | None, typer.Option(help="further name under which it is reached")]
@@ -115,7 +125,8 @@ def command(
     places: PlaceCounts = None,
     policy: Policy = None,
     gpus: Gpus = 1,
-    memory_gib: GpuMemory = 140.0,
+    memory_gib: GpuMemory = None,
+    device: Device = None,
     host: Host = "127.0.0.1",
     port: Port = 7070,
     host_name: HostNames = None,
@@ -153,9 +164,12 @@ def command(
         options = DEMO | options
     home, places = home or Path("service"), places or PLACES
     sections = _sections(options)
+    policy = read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1)
+    machine, note = read_machine(device, memory_gib, gpus=gpus, policy=policy)
+    _check_mesh(sections["mesh"], policy)
     service_settings = Settings(
         home=home.absolute(), bases=_bases(base or []), places=read_places(places), hosts=read_hosts(hosts, ray),
-        gpus=gpus, memory_gib=memory_gib, policy=read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1),
+        gpus=gpus, policy=policy, **machine,
         reproducible=reproducible, ray=ray, workers_at=read_workers_at(workers_at, ray),
         mlora_compat=mlora_compat, training_api=training_api, artifacts=artifacts, handover=handover,
         handover_key=read_key(handover_key_file),
@@ -172,7 +186,7 @@ def command(
         host=host,
         port=port,
         host_names=host_name or (),
-        on_start=partial(_announce, service_settings, demo),
+        on_start=partial(_announce, service_settings, demo, note),
     )
 
 
@@ -185,12 +199,14 @@ def _check_demo(places: str) -> None:
         raise ConfigError("serve.places", message, fix=f"leave --places out, or --places {needed}:2")
 
 
-def _announce(settings: Settings, demo: bool, url: str) -> None:
-    """Says where the service listens, and submits the jobs of the demo."""
+def _announce(settings: Settings, demo: bool, note: str, url: str) -> None:
+    """Says where the service listens and what its policy plans with, and submits the jobs of the demo."""
     from rich.markup import escape
 
     names, home = escape(", ".join(settings.bases)), escape(str(settings.home))
     out().print(f"serving {names} on [bold]{url}[/bold]  ·  home {home}  ·  stop: Ctrl+C")
+    if note:
+        out().print(note, markup=False)
     if demo:
         from lorafusion_jax.serve.demo import submit_demo
 
@@ -312,6 +328,44 @@ def read_policy(name: str | None, *, several: bool) -> str:
             "serve.policy", f"--policy {name} is none of this service.", fix=f"one of {', '.join(policies)}"
         )
     return name
+
+
+def read_machine(device: str | None, memory_gib: float | None, *, gpus: int, policy: str) -> tuple[dict[str, Any], str]:
+    """Returns the device and the memory that a policy plans with, and a line that says so.
+
+    Raises:
+        ConfigError: `serve.device`.
+    """
+    options = [name for name, value in (("--device", device), ("--memory-gib", memory_gib)) if value is not None]
+    if options and (policy == ONE_SESSION or not gpus):
+        why = "one session of one base has no plan of GPUs" if gpus else "--gpus 0 plans with the rates of a CPU"
+        raise ConfigError(
+            "serve.device", f"{options[0]} has no effect here.", why=why, fix=f"leave {options[0]} out, or add --gpus 2"
+        )
+    if policy == ONE_SESSION or not gpus:
+        return {}, ""
+    from lorafusion_jax.planning.prediction import DEVICES, machine_note, memory_of, this_device
+
+    devices = [name for name in DEVICES if name != "cpu"]
+    if device is not None and device not in devices:
+        raise ConfigError("serve.device", f"there are no rates of {device}.", fix=f"one of {', '.join(devices)}")
+    why = "--device" if device else machine_note()
+    device = device or (this_device() if this_device() in devices else devices[0])
+    memory = memory_gib or (memory_of(device) or 0) / 2**30
+    note = f"the policy {policy} plans with the rates of {device} and {memory:g} GiB a GPU  ·  {why}"
+    return {"device": device, "memory_gib": memory}, note
+
+
+def _check_mesh(mesh: dict[str, Any], policy: str) -> None:
+    """Checks that no setting is given that the policy decides.
+
+    Raises:
+        ConfigError: `serve.setting`.
+    """
+    if mesh and policy != ONE_SESSION:
+        why = f"the policy {policy} decides the mesh of each session"
+        message = f"mesh.{next(iter(mesh))} has no effect here."
+        raise ConfigError("serve.setting", message, why=why, fix="leave it out")
 
 
 def _check_installed(needed: Sequence[str]) -> None:

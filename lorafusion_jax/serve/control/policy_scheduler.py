@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorafusion_jax.config.places import Places, class_name
+from lorafusion_jax.config.run_sections import BatchSettings
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.model_facts import ModelFacts
 from lorafusion_jax.serve.control.scheduler import Configuration, plan_of_row
@@ -20,9 +21,11 @@ from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.states import ON_WORKER
 from lorafusion_jax.serve.store.jobs import Job as Row
 from lorafusion_jax.serve.store.keys import Limits
+from lorafusion_jax.weights.table import NONE
 from scheduling.errors import PlanError
 from scheduling.online import Decision, GroupState, Job, LiveCluster, Mesh, ModelShape, Policy, Rates, User, Worker
 from scheduling.online.costs import rank_class
+from scheduling.online.profile import TILE
 from scheduling.online.shapes import LINEARS
 from scheduling.online.simulator import make_policy
 
@@ -65,7 +68,7 @@ class PolicyScheduler:
         clock: Callable[[], float] = time.monotonic,
     ):
         models = {name: ModelConfig.from_hf(folder) for name, folder in settings.bases.items()}
-        rates = rates or Rates(facts=ModelFacts(models))
+        rates = rates or _rates(settings, models)
         gpus, device = (settings.gpus, settings.device) if settings.gpus else (1, "cpu")  # one place: the CPU
         self._workers = [Worker(name, gpus, settings.memory_gib, device) for name in host_names(settings.hosts)]
         policy_object = make_policy(policy, rates) if isinstance(policy, str) else policy
@@ -287,6 +290,13 @@ class PolicyScheduler:
             capacity_tokens=mesh.capacity_tokens,
             host=group.worker,
         )
+
+
+def _rates(settings: Settings, models: Mapping[str, ModelConfig]) -> Rates:
+    """Rates of sessions with these settings."""
+    largest = BatchSettings.model_validate(settings.batch).largest
+    capacities = [-(-largest // TILE) * TILE] if "capacity_tokens" in settings.batch else None
+    return Rates(capacities=capacities, facts=ModelFacts(models, settings.base.get("quantize", NONE)))
 
 
 def _asks(row: Row) -> tuple[float, int, float | None]:

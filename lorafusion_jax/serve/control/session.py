@@ -42,7 +42,7 @@ class SessionPlan:
         places: class → number of places.
         gpus: numbers of its GPUs (empty: whatever the machine has).
         mesh: `mesh.stages` and `mesh.data`, where they differ from the settings.
-        capacity_tokens: of its microbatches (None: as in the settings).
+        capacity_tokens: of its microbatches, where the settings have none.
         host: whose GPUs these are, in the view of a policy.
     """
 
@@ -274,7 +274,7 @@ class Session:
             "base": {**settings.base, "model": str(settings.bases[plan.base])},
             "mesh": {**settings.mesh, **plan.mesh},
             "places": {str(name): count for name, count in plan.places.items()},
-            "batch": {**settings.batch, **capacity},
+            "batch": {**capacity, **settings.batch},
             "train": dict(settings.train),
             "reproducible": settings.reproducible,
             "sampling_share": settings.sampling_share,
