@@ -68,6 +68,7 @@ MOST_KEPT = 16  # each holds some megabytes of machine code
 def pytest_configure(config: pytest.Config) -> None:
     """Eight simulated devices on the CPU, before anything starts a backend: layouts are tested everywhere."""
     import jax
+    from absl import logging as absl_logging
 
     from lorafusion_jax.machine import GPUS_WAIT
 
@@ -79,6 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False  # processes of a suite read what the first has compiled
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     jax.config.update("jax_num_cpu_devices", 8)
+    # The first server of a process closes all handlers of logs, and absl's closes the sys.stderr that it was imported
+    # with: the file of pytest, if a test has another by then.
+    absl_logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
     gc.set_threshold(50_000, 20, 20)  # tracing makes millions of objects that live; looking through them costs a tenth
 
 

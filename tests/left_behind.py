@@ -12,7 +12,8 @@ import jax
 import pytest
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM, signal.SIGCHLD, signal.SIGPIPE)
-OF_PYTEST = "PYTEST_"  # variables that pytest and its plugins change themselves
+# Variables of pytest and its plugins, and one that jax sets when its part for Hopper is imported, for good.
+OF_LIBRARIES = ("PYTEST_", "MOSAIC_GPU_CUDA_ROOT")
 OF_BACKENDS = "jax_pjrt_client_create_options"  # a setting that jax changes when it starts a backend
 
 
@@ -37,7 +38,7 @@ def read_process() -> Process:
         umask=mask,
         users=(os.geteuid(), os.getegid()),
         import_path=tuple(sys.path),
-        variables={name: value for name, value in os.environ.items() if not name.startswith(OF_PYTEST)},
+        variables={name: value for name, value in os.environ.items() if not name.startswith(OF_LIBRARIES)},
         handlers={number: signal.getsignal(number) for number in SIGNALS},
         log_level=logging.getLogger().level,
         jax_settings={name: value for name, value in jax.config.values.items() if name != OF_BACKENDS},
