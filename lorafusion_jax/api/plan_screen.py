@@ -93,11 +93,19 @@ def _show_times(console: Console, planned: Planned) -> None:
         say(console, f"  {over}{limit}")
     if times:
         if times.halved_s is not None:
-            goes_on = f"if one in {planned.config.halving.factor} goes on at each comparison"
-            say(console, f"  with halving about {duration(times.halved_s)}, {goes_on}")
+            say(console, f"  {_with_halving(planned, times.seconds, times.halved_s)}")
         if times.pauses:
             say(console, f"  {_with_pauses(times)}")
         say(console, f"  times and bubbles are predictions: {times.costs}")
+
+
+def _with_halving(planned: Planned, seconds: float, halved_s: float) -> str:
+    goes_on = f"if one in {planned.config.halving.factor} goes on at each comparison"
+    text = f"with halving about {duration(halved_s)}, {goes_on}"
+    if halved_s < seconds:
+        return text
+    why = "no less than without, because fewer adapters then fill microbatches of the same size"
+    return f"{text}: {why}; try batch.capacity_tokens=auto"
 
 
 def _with_pauses(times: PredictedTimes) -> str:

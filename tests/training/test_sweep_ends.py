@@ -11,6 +11,7 @@ from rich.console import Console
 from small_jobs import exported, largest_difference
 
 from lorafusion_jax import open_run
+from lorafusion_jax.api.plan_screen import show_plan
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.saved_states import slots_of
 from lorafusion_jax.cli.running import show_result
@@ -251,6 +252,21 @@ def test_a_plan_predicts_what_halving_spares(job, batches):
     seldom, often = predicted(first_share=0.5, factor=2), predicted(first_share=0.25, factor=8)
     assert seldom["seconds"] > seldom["halved_s"] > often["halved_s"]
     assert predicted()["halved_s"] is None
+
+
+def test_a_plan_says_why_halving_spares_nothing_and_what_does(job, batches, capsys):
+    """An adapter has one batch in a microbatch, so those that go on need as many as before."""
+    alike = [batches[0] | {"name": name} for name in ("a", "b", "c", "d")]
+
+    def screen(tokens: int) -> str:
+        batch = {"capacity_tokens": tokens, "tile_tokens": 16}
+        config = load_config(job(adapters=alike, batch=batch, halving={"first_share": 0.5}, epochs=1))
+        show_plan(Console(width=500), make_planned(config, prepare(config), device="h200"))
+        return capsys.readouterr().out
+
+    assert "no less than without" in (large := screen(1024))
+    assert "try batch.capacity_tokens=auto" in large
+    assert "no less than without" not in screen(64)
 
 
 def test_no_later_plan_waits_for_a_program(job, batches):
