@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.stack import without_places
-from lorafusion_jax.data.tokenizer import load_tokenizer
+from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.generation.answer_text import text_options
 from lorafusion_jax.generation.generator import Generator, Request
 from lorafusion_jax.generation.sampling import Sampling
@@ -61,7 +60,7 @@ class SampledSequence:
 class SamplerBank:
     """Snapshots of adapters of one shape on the stages of a session. Its methods run in the session's thread."""
 
-    def __init__(self, session: Session, task: Task):
+    def __init__(self, session: Session, task: Task, tokenizer: Tokenizer):
         specs = [replace(task.spec, name=f"snapshot-{slot}") for slot in range(SLOTS)]
         adapters = tuple(task.adapter.model_copy(update={"name": spec.name}) for spec in specs)
         config = without_places(task.config.model_copy(update={"adapters": adapters}))
@@ -69,7 +68,6 @@ class SamplerBank:
         self._names = [spec.name for spec in specs]
         self._slots: dict[int, str] = {}  # snapshot → its slot, the least recently used first
         self._leaves: dict[str, Mapping[str, np.ndarray]] = {}
-        tokenizer = load_tokenizer(base_directory(config))
         self._generator = Generator(self._stages, tokenizer.stop_ids, **text_options(tokenizer))
 
     def sample(

@@ -14,10 +14,12 @@ import numpy as np
 
 from lorafusion_jax.api.arguments import names_unknown, read_settings
 from lorafusion_jax.api.sampling import SampledSequence, SamplerBank, SamplingParams
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.config.stack import check_session_settings
+from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import CallError, CheckpointError, RunError
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.objective.rows import TARGETS, WEIGHTS
@@ -162,7 +164,7 @@ def training_client(
         reproducible=reproducible,
         row_targets=1,
     )
-    shared = _Shared(SessionThread(session), targets)
+    shared = _Shared(SessionThread(session), targets, base_directory(config))
     try:
         return TrainingClient(shared, rank=rank, alpha=alpha, seed=seed, targets=targets)
     except BaseException:
@@ -176,11 +178,16 @@ class _Shared:
 
     thread: SessionThread
     targets: str | list[str]
+    base: Path
     clients: int = 0
     numbers: Any = field(default_factory=itertools.count)
     banks: dict[Any, SamplerBank] = field(default_factory=dict)
     seeds: int = 0  # that samples without a seed have had; only the session's thread draws
     writers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "writes"))
+    tokenizer: Future[Tokenizer] = field(init=False)  # read with the base: its folder may be gone at the first sample
+
+    def __post_init__(self) -> None:
+        self.tokenizer = self.writers.submit(load_tokenizer, self.base)
 
 
 class TrainingClient:
@@ -378,7 +385,7 @@ class SamplingClient:
         def sample(session: Session) -> list[SampledSequence]:
             key = self._task.spec.rank, self._task.spec.targets, self._task.spec.scale
             if key not in self._shared.banks:
-                self._shared.banks[key] = SamplerBank(session, self._task)
+                self._shared.banks[key] = SamplerBank(session, self._task, self._shared.tokenizer.result())
             with_seed = replace(params, seed=self._shared.seeds) if params.seed is None else params
             self._shared.seeds += num_samples if params.seed is None else 0
             return self._shared.banks[key].sample(self._number, self._weights, tokens, num_samples, with_seed)

@@ -199,9 +199,8 @@ def stages_for(
     Args:
         specs: as in `open_base`.
     """
-    model = ModelConfig.from_hf(base_directory(config))
     places = [(stage.weights if isinstance(stage, Stage) else stage.extent, stage.mesh) for stage in stages]
-    return _stages(config, model, specs, stages[0].remat, places)
+    return _stages(config, stages[0].parts.model, specs, stages[0].remat, places)
 
 
 def _stages(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from live_sessions import open_session
 from small_jobs import two_adapters, write_job, write_rows
 from stream_clients import CAPACITY, TARGETS
 
 from lorafusion_jax.api.training import TrainingClient, _Shared
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.session import WindowPlanner
@@ -19,7 +22,8 @@ def config(tmp_path_factory, tiny_base) -> JobConfig:
     folder = tmp_path_factory.mktemp("job")
     rows = {name: write_rows(folder, name, 6) for name in ("law", "med")}
     entries = [entry | {"lora": {"rank": 2, "targets": TARGETS}} for entry in two_adapters(rows)]
-    return load_config(write_job(folder, tiny_base, entries, batch={"capacity_tokens": CAPACITY}))
+    base = shutil.copytree(tiny_base, folder / "base")
+    return load_config(write_job(folder, base, entries, batch={"capacity_tokens": CAPACITY}))
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +39,9 @@ def planner(session) -> WindowPlanner:
 
 
 @pytest.fixture(scope="module")
-def opened(session):
+def opened(session, config):
     """A client of `lf.training_client`, which takes over the session: after all tests that drive it by `planner`."""
-    shared = _Shared(SessionThread(session), TARGETS)
+    shared = _Shared(SessionThread(session), TARGETS, base_directory(config))
     with TrainingClient(shared, rank=4, targets=TARGETS) as client:
         yield client
 

@@ -32,6 +32,7 @@ from stream_clients import (
 
 import lorafusion_jax as lf
 from lorafusion_jax.api import training
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
@@ -300,6 +301,18 @@ def test_calls_run_in_their_order_and_clients_share_a_session(client, opened):
     assert step.result().step == 1
     assert after.result().metrics["loss:sum"] < before.result().metrics["loss:sum"]
     assert after.done()
+
+
+def test_samples_come_from_the_loaded_base(client, config):
+    """Its folder may be gone by the first sample: training does not need it either."""
+    client.forward(data()).result()
+    base = base_directory(config)
+    elsewhere = base.rename(base.with_name("elsewhere"))
+    try:
+        (sample,) = client.save_weights_and_get_sampling_client().sample([5, 6], max_tokens=2, stop=[]).result()
+    finally:
+        elsewhere.rename(base)
+    assert len(sample.tokens) == 2
 
 
 def test_settings_come_as_a_dict_too_and_wrong_ones_are_refused(client):
