@@ -75,7 +75,8 @@ def make_plan(
         max_capacity_tokens: largest capacity that "auto" tries.
         most_open: jobs that have begun and have samples left, at a time (None: all). The others wait, and the longest
             go first. Such a plan is made by a greedy pass, without a search.
-        rests: by job, numbers of batches, ascending: after its n-th the job waits until all others have come to theirs.
+        rests: by job, numbers of batches, ascending: after its n-th the job waits until all others have come to theirs
+            and have left the pipeline.
             Jobs that are not named fill the microbatches of the others. Each rung has its share of the effort.
 
     Raises:

@@ -47,6 +47,7 @@ class AdapterProgress:
         stale: evaluations in a row that were no better.
         compared: step of successive halving → result, None for one that is not finite.
         passed: the last comparison with others it took part in: a step, or under `halving.first_share` a number.
+        late: whether it came to a comparison after the others; then nobody waits for it.
     """
 
     name: str
@@ -60,6 +61,7 @@ class AdapterProgress:
     stale: int = 0
     compared: dict[str, float | None] = field(default_factory=dict)
     passed: int = 0
+    late: bool = False
 
     @property
     def stop_pending(self) -> bool:

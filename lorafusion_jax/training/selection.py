@@ -57,21 +57,31 @@ class Selection:
                 yield [self._progress.adapters[name] for name in names]
 
     def _halve(self, group: Sequence[AdapterProgress]) -> None:
-        """Compares the adapters of a group at each step, of its own or of all, that all of them have reached."""
+        """Compares the adapters of a group at each step, of its own or of all, that all of them have reached.
+
+        One that comes to a step later, added or after a pause, is compared with the results that were there.
+        """
         halving = self._job.config.halving
         for mark in halving.marks(max(adapter.num_steps for adapter in group)):
             steps = {adapter.name: halving.step_of(mark, adapter.num_steps) for adapter in group}
-            running = [adapter for adapter in group if adapter.status == "running" and not adapter.stop]
-            if any(adapter.step < steps[adapter.name] <= adapter.num_steps for adapter in running):
+            newest = max(adapter.passed for adapter in group)
+            waits_for = [a for a in group if a.status == "running" and not a.stop and not a.late and a.passed >= newest]
+            if mark > newest and any(a.step < steps[a.name] <= a.num_steps for a in waits_for):
                 return
-            compared = [a for a in group if a.passed < mark and str(steps[a.name]) in a.compared and _competes(a)]
-            self._stop_worst(compared, steps, mark, keep=-(-len(compared) // halving.factor))
+            for adapter in group:
+                adapter.late |= adapter.passed < mark <= newest
+            compared = [a for a in group if str(steps[a.name]) in a.compared and (a.passed >= mark or _competes(a))]
+            self._stop_worst(compared, steps, mark)
 
-    def _stop_worst(self, compared: Sequence[AdapterProgress], steps: Mapping[str, int], mark: int, keep: int) -> None:
+    def _stop_worst(self, compared: Sequence[AdapterProgress], steps: Mapping[str, int], mark: int) -> None:
+        """Stops those of the worst that have not passed this comparison yet."""
         settings = self._settings(compared[0].name) if compared else EarlyStopSettings()
+        keep = -(-len(compared) // self._job.config.halving.factor)
         results = {adapter.name: adapter.compared[str(steps[adapter.name])] for adapter in compared}
         ranked = sorted(compared, key=lambda adapter: settings.sort_key(results[adapter.name]))
         for position, adapter in enumerate(ranked, 1):
+            if adapter.passed >= mark:
+                continue
             step = steps[adapter.name]
             adapter.passed = mark
             if position > keep and adapter.status == "running" and step < adapter.num_steps:

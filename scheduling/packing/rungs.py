@@ -61,6 +61,7 @@ class Rungs:
     def __init__(self, problem: Problem):
         self._problem, self._ends = problem, rung_ends(problem)
         self._begins, self._ready = [0] * len(problem.jobs), list(problem.ready)
+        self._resting = [job for job, rests in enumerate(_rests(problem)) if rests]
         self.filling: Filling = []
 
     def __len__(self) -> int:
@@ -79,12 +80,14 @@ class Rungs:
             self._begins = ends
 
     def add(self, filling: Filling) -> None:
-        """Adds the slots of the rung."""
+        """Adds the slots of the rung. Jobs go on from a rest when all have left the pipeline, and who ends is known."""
         last_slot = {job: slot for slot, replicas in enumerate(filling) for parts in replicas for job, *_ in parts}
         earliest = [
             last_slot[job] + self._problem.num_stages if job in last_slot else ready
             for job, ready in enumerate(self._ready)
         ]
+        for job in self._resting:
+            earliest[job] = max(earliest[other] for other in self._resting)
         self._ready = [max(0, slot - len(filling)) for slot in earliest]
         self.filling += [
             tuple(tuple((job, self._begins[job] + batch, mask) for job, batch, mask in parts) for parts in replicas)
