@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -145,6 +146,15 @@ def shortened_text(text: str, most: int = MOST_SHOWN) -> str:
     """
     half = most // 2
     return text if len(text) <= most else f"{text[:half]} … {text[-half:]}"
+
+
+def quoted(path: object) -> str:
+    """Returns a path or a text as a shell reads it in a command.
+
+    >>> quoted("runs/exp1"), quoted("my runs/exp1")
+    ('runs/exp1', "'my runs/exp1'")
+    """
+    return shlex.quote(str(path))
 
 
 def did_you_mean(name: str, names: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import commit_of
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import CheckpointError, did_you_mean_path, first_few, install_line
+from lorafusion_jax.errors import CheckpointError, did_you_mean_path, first_few, install_line, quoted
 from lorafusion_jax.families.hf_config import shortened
 
 MOST_MODELS = 6  # that an error offers
@@ -74,6 +74,15 @@ def exported_base(config: JobConfig) -> tuple[str, str | None]:
     """
     name, revision = base_identity(config)
     return (Path(name).name, None) if Path(name).is_absolute() else (name, revision)
+
+
+def base_in_commands(config: JobConfig) -> str:
+    """Returns the base as a command in the current folder names it, quoted: a hub name, or a path."""
+    model = config.base.hub_id or config.base.model
+    path, current = Path(os.path.abspath(Path(config.directory) / model)), Path.cwd()
+    if config.base.hub_id is None and is_directory(path):
+        model = str(path.relative_to(current) if path.is_relative_to(current) else path)
+    return quoted(model)
 
 
 def hub_snapshot(path: Path) -> tuple[str, str] | None:

@@ -35,7 +35,15 @@ from lorafusion_jax.config.load import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.digests import Damage, find_damage, has_digests
-from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, did_you_mean_path, first_few, raise_all
+from lorafusion_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    LoraFusionError,
+    did_you_mean_path,
+    first_few,
+    quoted,
+    raise_all,
+)
 from lorafusion_jax.files import PART, remove_folder, replace_text, sync
 from lorafusion_jax.new_folder import remove_leftovers
 from lorafusion_jax.readable import PLAN as MOST_PLAN
@@ -176,7 +184,7 @@ class RunFolder:
             raise CheckpointError(
                 "run.exists",
                 f"{self.path} already holds this run.",
-                fix=f"lorafusion resume {self.path}   or another --out",
+                fix=f"lorafusion resume {quoted(self.path)}   or another --out",
             )
 
     def must_have_its_plan(self) -> None:
@@ -421,10 +429,10 @@ def no_run(path: Path, file: str) -> CheckpointError:
     if (start := read_start(path)) is not None:
         if held_by(path)["alive"] is False:
             message = f"{path} is a run that ended while it started: {start['phase']}."
-            fix = f"lorafusion train again, with --out {path} or another"
+            fix = f"lorafusion train again, with --out {quoted(path)} or another"
         else:
             message = f"{path} is a run that is still starting: {start['phase']}."
-            fix = f"lorafusion status {path} --watch; Ctrl-C where it was started stops it"
+            fix = f"lorafusion status {quoted(path)} --watch; Ctrl-C where it was started stops it"
         return CheckpointError("run.starting", message, fix=fix)
     with suppress(OSError):
         if path.is_dir() and (inner := _runs_in(path)):

@@ -12,7 +12,7 @@ from lorafusion_jax.checkpoint.begun_folder import StartFile, begun_folder
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.values import as_in_file
-from lorafusion_jax.errors import CheckpointError, first_few
+from lorafusion_jax.errors import CheckpointError, first_few, quoted
 
 SHOWN = 4  # settings that a message names before it counts the rest
 
@@ -47,13 +47,13 @@ def must_hold_no_run(folder: RunFolder, config: JobConfig) -> None:
         raise CheckpointError(
             "run.exists",
             f"{folder.path} already holds a run with these settings.",
-            fix=f"lorafusion resume {folder.path}   or another --out",
+            fix=f"lorafusion resume {quoted(folder.path)}   or another --out",
         )
     raise CheckpointError(
         "run.exists",
         f"{folder.path} already holds a run with other settings.",
         why=first_few(differing, SHOWN, "; "),
-        fix=f"another --out; lorafusion resume {folder.path} continues it with its own settings",
+        fix=f"another --out; lorafusion resume {quoted(folder.path)} continues it with its own settings",
     )
 
 

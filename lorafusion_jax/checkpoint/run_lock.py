@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, quoted
 from lorafusion_jax.readable import SETTINGS, open_regular
 
 FILE = "run.lock"
@@ -94,5 +94,5 @@ def _in_use(folder: Path) -> CheckpointError:
         "run.in-use",
         f"{folder} is being trained by {by}.",
         where=str(folder / FILE),
-        fix=f"lorafusion status {folder} --watch shows its progress; wait for it, or stop it, before you resume",
+        fix=f"lorafusion status {quoted(folder)} --watch shows its progress; wait, or stop it, before you resume",
     )

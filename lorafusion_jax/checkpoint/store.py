@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 
 from lorafusion_jax.checkpoint.saved_states import POSITION, bad_state, slots_of
 from lorafusion_jax.checkpoint.saved_states import read_position as read_position
-from lorafusion_jax.errors import CheckpointError, RunError
+from lorafusion_jax.errors import CheckpointError, RunError, quoted
 from lorafusion_jax.files import remove_folder
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.tensor_file import merged, plain_name
@@ -143,7 +143,7 @@ class StateStore:
 
     def _how_to_resume(self) -> str:
         slot = max(slots_of(self._directory), default=None)
-        command = f"lorafusion resume {self._directory.parent}"
+        command = f"lorafusion resume {quoted(self._directory.parent)}"
         if slot is None:
             return f"{command} starts again: no checkpoint was written yet"
         return f"{command} continues: the checkpoint of slot {slot} is intact"

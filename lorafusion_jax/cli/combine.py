@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lorafusion_jax.cli.common import next_command
-from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.errors import CheckpointError, ConfigError, quoted
 from lorafusion_jax.report.console import out, say
 
 
@@ -35,6 +34,7 @@ def command(
         raise ConfigError(
             "combine.adapters", "an adapter is named twice.", fix="each once, with the sum of its weights"
         )
+    from lorafusion_jax.checkpoint.base_model import base_in_commands
     from lorafusion_jax.checkpoint.folder import RunFolder
     from lorafusion_jax.peft.combine import combine_adapters
 
@@ -42,9 +42,8 @@ def command(
     combine_adapters(weights, to, **options)
     console = out()
     say(console, f"combined {len(weights)} adapters by {method}: {to}")
-    base = None if run is None else RunFolder(run).read_config().base
-    shown_base = "BASE" if base is None else shlex.quote(base.hub_id or str(base.model))
-    next_command(console, f"lorafusion generate {shlex.quote(str(to))} 'a prompt' --base {shown_base}")
+    shown_base = "BASE" if run is None else base_in_commands(RunFolder(run).read_config())
+    next_command(console, f"lorafusion generate {quoted(to)} 'a prompt' --base {shown_base}")
 
 
 def _read(argument: str, run: Path | None) -> tuple[Path, float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lorafusion_jax.cli.common import JobFile, Overrides, RunPath, next_command
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, quoted
 from lorafusion_jax.report.console import out, say, warn
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def extend_adapter(
         raise ConfigError(
             "control.extend",
             "either --epochs or --steps must be given, as a whole number above 0.",
-            fix=f"lorafusion extend {run} {adapter} --epochs 1",
+            fix=f"lorafusion extend {quoted(run)} {adapter} --epochs 1",
         )
     more = {"steps": steps} if epochs is None else {"epochs": epochs}
     _send_request(run, "extend", adapter, **{key: value for key, value in more.items() if value is not None})
@@ -140,7 +140,7 @@ def _send_request(run: Path, action: Action, adapter: str, value: float | None =
         raise ConfigError(
             "control.ended",
             f"{adapter} is {status}{' by a request that waits' if waits else ''}: it has nothing left to train.",
-            fix=f"lorafusion extend {run} {adapter} --epochs 1   trains it further" if status == "done" else "",
+            fix=f"lorafusion extend {quoted(run)} {adapter} --epochs 1   trains it further" if status == "done" else "",
         )
     write_request(run, action, adapter, value, **options)
     if action == "extend" and adapter in numbers["adapters"]:
@@ -154,10 +154,10 @@ def _say_asked(run: Path, request: str, numbers: dict | None = None) -> None:
     numbers, console = numbers or run_numbers(run), out()
     if numbers["state"] == "running" and numbers["alive"] is not False:
         say(console, f"asked: {request}. The run does so when the microbatches under way are through.")
-        next_command(console, f"lorafusion status {run} --watch")
+        next_command(console, f"lorafusion status {quoted(run)} --watch")
     else:
         say(console, f"asked: {request}. The run is not training and applies it when it is resumed.")
-        next_command(console, f"lorafusion resume {run}")
+        next_command(console, f"lorafusion resume {quoted(run)}")
 
 
 def _rates_of_extension(optim: OptimSettings) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, quoted
 from lorafusion_jax.report.console import out
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def preview(
         return
     for name, samples in sets.items():
         console.print(render_preview(samples, tokenizer, rows=rows, title=name))
-    next_command(console, f"lorafusion plan {jobs}")
+    next_command(console, f"lorafusion plan {quoted(jobs)}")
 
 
 def _load(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> TokenizedSet:

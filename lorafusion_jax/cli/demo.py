@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lorafusion_jax.cli.common import next_command
+from lorafusion_jax.errors import quoted
 from lorafusion_jax.examples import IN_WHEEL, examples_directory
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, plain_table, say
@@ -53,7 +54,7 @@ def command(
     first = config.adapters[0].name
     next_command(
         console,
-        f"lorafusion export {folder} {first} --to out/{first}   (or with your own data: lorafusion new)",
+        f"lorafusion export {quoted(folder)} {first} --to out/{first}   (or with your own data: lorafusion new)",
     )
     return result.exit_code
 

@@ -13,7 +13,7 @@ from typing import Annotated, get_args
 import typer
 
 from lorafusion_jax.cli.common import Json, Overrides, next_command
-from lorafusion_jax.errors import LoraFusionError, install_line
+from lorafusion_jax.errors import LoraFusionError, install_line, quoted
 from lorafusion_jax.machine import program_cache
 from lorafusion_jax.report.console import out, plain_table
 from lorafusion_jax.report.format import count
@@ -106,7 +106,7 @@ def _defaults(jobs: Path | None, overrides: Sequence[str]) -> dict[str, str]:
         use_tables()
     except LoraFusionError as problem:
         return {"tuning table": str(problem)}
-    return defaults(calls, config.train if config else None, f"lorafusion tune {jobs or 'jobs.yaml'}")
+    return defaults(calls, config.train if config else None, f"lorafusion tune {quoted(jobs or 'jobs.yaml')}")
 
 
 def _kernels() -> dict[str, str]:

@@ -16,7 +16,7 @@ from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.cli.common import RunPath, next_command
 from lorafusion_jax.digests import FILE as SUMS
 from lorafusion_jax.digests import Damage, find_damage, has_digests, refuse_damage
-from lorafusion_jax.errors import CheckpointError, ConfigError, install_line, raise_all
+from lorafusion_jax.errors import CheckpointError, ConfigError, install_line, quoted, raise_all
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.readable import RECORD, NotReadableError, check_regular
@@ -67,7 +67,7 @@ def command(
     config = folder.read_config()
     names = [entry.name for entry in config.adapters]
     _check_options(
-        f"lorafusion export {run} {adapter or names[0]}",
+        f"lorafusion export {quoted(run)} {adapter or names[0]}",
         adapter,
         to,
         all_adapters=all_adapters,
@@ -113,13 +113,14 @@ def command(
         return
     _show_servers(console, config, targets)
     if all_adapters:
-        next_command(console, f"lorafusion generate {run} 'a prompt'")
+        next_command(console, f"lorafusion generate {quoted(run)} 'a prompt'")
     else:
-        next_command(console, f"lorafusion export {run} {adapter} --merge --to {to}-merged")
+        next_command(console, f"lorafusion export {quoted(run)} {adapter} --merge --to {quoted(f'{to}-merged')}")
 
 
 def _show_servers(console: Console, config: JobConfig, targets: Mapping[str, Path]) -> None:
     """Prints the commands that serve the folders of these adapters, or why a server does not take them."""
+    from lorafusion_jax.checkpoint.base_model import base_in_commands
     from lorafusion_jax.config.specs import adapter_spec
     from lorafusion_jax.peft.leaves import exported_spec
 
@@ -127,7 +128,7 @@ def _show_servers(console: Console, config: JobConfig, targets: Mapping[str, Pat
     specs = {name: exported_spec(adapter_spec(config.adapter(name))) for name in names}
     model_type = type_of(base_if_here(config))
     folders = {name: (specs[name], targets[name]) for name in names}
-    lines = commands(config.base.hub_id or str(config.base.model), folders, model_type)[:MOST_COMMANDS]
+    lines = commands(base_in_commands(config), folders, model_type)[:MOST_COMMANDS]
     reasons = {name: why_not_in_vllm(specs[name], model_type) for name in names}
     lines += [f"no command of vLLM for {name}: {why}" for name, why in reasons.items() if why][:MOST_COMMANDS]
     for line in lines:
@@ -264,7 +265,7 @@ def exported_folder(folder: RunFolder, names: list[str], adapter: str, step: int
             "export.no-step",
             f"{adapter} has no exported weights"
             + (" of a best step." if best else " yet." if step is None else f" of step {step}."),
-            fix=f"--step {' or '.join(map(str, steps))}" if steps else f"lorafusion resume {folder.path}",
+            fix=f"--step {' or '.join(map(str, steps))}" if steps else f"lorafusion resume {quoted(folder.path)}",
         )
     return source
 

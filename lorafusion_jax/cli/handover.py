@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from lorafusion_jax.cli.common import RunPath, next_command
 from lorafusion_jax.cli.export import exported_folder
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, quoted
 from lorafusion_jax.report.console import out
 from lorafusion_jax.report.servers import (
     Server,
@@ -54,6 +53,7 @@ def command(
 
     Example: lorafusion handover runs/exp1 law --ollama http://127.0.0.1:11434 --gguf law.gguf --base llama3.1
     """
+    from lorafusion_jax.checkpoint.base_model import base_in_commands
     from lorafusion_jax.checkpoint.folder import RunFolder, step_of
     from lorafusion_jax.config.specs import adapter_spec
     from lorafusion_jax.peft.leaves import exported_spec
@@ -71,9 +71,10 @@ def command(
     source = exported_folder(folder, [entry.name for entry in config.adapters], adapter, step)
     spec = exported_spec(adapter_spec(config.adapter(adapter)))
     model_type = type_for_vllm(config, spec) if kind == "vllm" else ""
-    base, key = config.base.hub_id or str(config.base.model), read_key(key_file)
+    base, key = base_in_commands(config), read_key(key_file)
+    export = f"lorafusion export {quoted(run)} {adapter} --merge --to FOLDER"
     if kind == "ollama":
-        merged = f"lorafusion export {run} {adapter} --merge --to FOLDER, python convert_hf_to_gguf.py FOLDER, --gguf F"
+        merged = f"{export}, python convert_hf_to_gguf.py FOLDER, --gguf F"
         lines = commands(base, {adapter: (spec, source)})
         convert = next((line for line in lines if line.startswith("python")), None)
         beside_base = merged if convert is None else f"{convert}, --gguf F --base NAME-IN-OLLAMA"
@@ -89,7 +90,7 @@ def command(
         try:
             server, load = folder_loader(kind, url, spec, base, model_type, key=key, timeout_s=timeout_s)
         except ConfigError as problem:
-            fix = problem.fix or f"lorafusion export {run} {adapter} --merge --to FOLDER, and serve the merged model"
+            fix = problem.fix or f"{export}, and serve the merged model"
             raise ConfigError(problem.code, problem.what, why=problem.why, fix=fix) from None
     console, served_name = out(), name or adapter
     ask = load(server, served_name, path or str(source.resolve()))
@@ -98,4 +99,4 @@ def command(
     )
     answer = ask(prompt, max_tokens)
     console.print(f"{prompt!r} → {answer!r}", highlight=False, markup=False, soft_wrap=True)
-    next_command(console, f"lorafusion generate {run} {json.dumps(prompt)} --adapter {adapter}")
+    next_command(console, f"lorafusion generate {quoted(run)} {quoted(prompt)} --adapter {adapter}")

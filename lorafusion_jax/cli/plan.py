@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, ends_in, next_command, typed
+from lorafusion_jax.errors import quoted
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.report.console import out, plain_table, say, warn
 from lorafusion_jax.report.format import count, duration, exact, percent
@@ -133,8 +134,8 @@ def command(
         setting = _setting_to_try(config, planned.memory)
         next_command(console, f"lorafusion plan {typed(jobs, [*(overrides or ()), setting])}")
         return
-    plan_option = f" --plan {output}" if output else ""
-    next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{plan_option}")
+    plan_option = f" --plan {quoted(output)}" if output else ""
+    next_command(console, f"lorafusion train {typed(jobs, overrides)} --out {quoted(f'runs/{jobs.stem}')}{plan_option}")
 
 
 def _compare(
@@ -165,7 +166,7 @@ def _compare(
         say(console, f"\n{machine_note()}")
     if comparison.best is not None:
         settings = [*(overrides or ()), *comparison.best.settings]
-        next_command(console, f"lorafusion train {typed(jobs, settings)} --out runs/{jobs.stem}")
+        next_command(console, f"lorafusion train {typed(jobs, settings)} --out {quoted(f'runs/{jobs.stem}')}")
 
 
 def _setting_to_try(config: JobConfig, memory: PredictedMemory) -> str:

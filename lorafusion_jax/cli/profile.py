@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.cli.common import JobFile, Overrides, next_command, typed
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, quoted
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.events import PhaseBegun
@@ -65,4 +65,4 @@ def command(
         say(console, better_layers(**better._asdict()))
     timeline = simulate(plan, costs)
     say(console, f"the whole plan: {duration(timeline.duration_s)}, bubbles {percent(timeline.bubble_share)}")
-    next_command(console, f"lorafusion plan {typed(jobs, overrides)} --cost-model {to}")
+    next_command(console, f"lorafusion plan {typed(jobs, overrides)} --cost-model {quoted(to)}")

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.cli.common import Json, ends_in, next_command
+from lorafusion_jax.errors import quoted
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.report.console import out, say
 
@@ -45,7 +46,7 @@ def command(
         time.sleep(WATCH_S)
         is_live = _write(runs, file, live=True)
     if not as_json:
-        next_command(console, f"open {file}")
+        next_command(console, f"open {quoted(file)}")
 
 
 def _write(runs: list[Path], file: Path, *, live: bool) -> bool:

@@ -9,6 +9,7 @@ import typer
 
 from lorafusion_jax.cli.common import ProgramCache, RunPath
 from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, Started, join_processes
+from lorafusion_jax.errors import quoted
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out
 
@@ -69,4 +70,4 @@ def command(
     def work(listeners: Sequence[Listener]) -> RunResult:
         return resume(run, overrides or (), drop=drop or (), listeners=listeners, verify_base=verify_base)
 
-    return follow(out(), run, config, work, start=f"lorafusion resume {run}")
+    return follow(out(), run, config, work, start=f"lorafusion resume {quoted(run)}")

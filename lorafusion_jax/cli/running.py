@@ -11,7 +11,7 @@ from rich.console import Console
 from lorafusion_jax.api.watch import watch
 from lorafusion_jax.cli.common import next_command
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError, quoted
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.readable import PLAN, read_text
 from lorafusion_jax.report.console import errors_to, plain_table, say
@@ -42,16 +42,16 @@ def follow(
     """Runs `work` under the live view and shows its result; returns the exit code. `start` is the command."""
     interruption = "stopped at once: the work since the last checkpoint is repeated when the run is resumed."
     try:
-        with last_words(f"{interruption}\nnext: lorafusion resume {folder}"):
+        with last_words(f"{interruption}\nnext: lorafusion resume {quoted(folder)}"):
             result = watch(console, folder, config, work)
     except Interrupted:
         errors_to().print("interrupted: the state is saved.")
-        next_command(console, f"lorafusion resume {folder}")
+        next_command(console, f"lorafusion resume {quoted(folder)}")
         return INTERRUPTED
     except KeyboardInterrupt:  # second signal, or a signal before the first microbatch
         has_plan = RunFolder(folder).plan_file.exists()
         errors_to().print(interruption if has_plan else "stopped before the run started.")
-        next_command(console, f"lorafusion resume {folder}" if has_plan else start)
+        next_command(console, f"lorafusion resume {quoted(folder)}" if has_plan else start)
         stop_all()
         return INTERRUPTED
     except RunError as problem:
@@ -78,7 +78,7 @@ def show_result(console: Console, result: RunResult) -> None:
         counts = Counter(adapter.status for adapter in result.adapters.values())
         ended = ", ".join(f"{exact(number)} {status}" for status, number in counts.items())
         say(console, f"{result.folder} had already finished ({ended}): {result.folder}/adapters/NAME/latest")
-        next_command(console, f"lorafusion status {result.folder}")
+        next_command(console, f"lorafusion status {quoted(result.folder)}")
         return
     table = plain_table(("adapter", "status"), ("steps", "last loss", "held-out before", "after"))
     rows = final_rows(result.folder)
@@ -127,9 +127,9 @@ def show_result(console: Console, result: RunResult) -> None:
     winner = adapter_to_export(status, {name: adapter.step for name, adapter in result.adapters.items()}, ranking.best)
     next_command(
         console,
-        f"lorafusion export {result.folder} {winner} --to out/{winner}"
+        f"lorafusion export {quoted(result.folder)} {winner} --to out/{winner}"
         if winner
-        else f"lorafusion status {result.folder}",
+        else f"lorafusion status {quoted(result.folder)}",
     )
 
 

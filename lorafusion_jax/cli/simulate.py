@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lorafusion_jax.cli.common import Json, ends_in, next_command
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, quoted
 from lorafusion_jax.readable import DATA, read_text
 from lorafusion_jax.report.console import out, plain_table, say
 
@@ -80,14 +80,16 @@ def command(
         return
     _show(results)
     say(out(), f"completion times drawn in {plot}")
-    next_command(out(), f"open {to}")
+    next_command(out(), f"open {quoted(to)}")
 
 
 def _write_example(file: Path, workers: list[Worker], seed: int, rates: Rates) -> None:
     from scheduling.online import generate_trace, write_trace
 
     if file.exists():
-        raise ConfigError("simulate.exists", f"{file} exists.", fix=f"lorafusion simulate {file}, or a new name")
+        raise ConfigError(
+            "simulate.exists", f"{file} exists.", fix=f"lorafusion simulate {quoted(file)}, or a new name"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     jobs = generate_trace("steady", jobs=EXAMPLE_JOBS, workers=workers, seed=seed, rates=rates)
     file.write_text(write_trace(jobs), encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.cli.common import Json, RunPath, next_command
+from lorafusion_jax.errors import quoted
 from lorafusion_jax.report.console import out
 from lorafusion_jax.report.ranking import adapter_to_export
 
@@ -63,14 +64,14 @@ def _next(run: Path, numbers: dict) -> str:
             (name for name, row in numbers["adapters"].items() if row["status"] == "paused"), None
         )
         if adapter_to_continue:
-            return f"lorafusion continue {run} {adapter_to_continue}   and then lorafusion resume {run}"
+            return f"lorafusion continue {quoted(run)} {adapter_to_continue}   and then lorafusion resume {quoted(run)}"
         return (
-            f"lorafusion export {run} {adapter} --to out/{adapter}"
+            f"lorafusion export {quoted(run)} {adapter} --to out/{adapter}"
             if adapter
             else f"lorafusion doctor   (no adapter of {run} took a step)"
         )
     if numbers["plan"] is None and numbers["state"] == "stopped":
-        return f"lorafusion train JOBS --out {run}"
+        return f"lorafusion train JOBS --out {quoted(run)}"
     is_active = numbers["state"] in ("running", "starting")
     alive = is_active and (numbers["alive"] or numbers["last_news_s"] < SILENT_S)
-    return f"lorafusion status {run} --watch" if alive else f"lorafusion resume {run}"
+    return f"lorafusion status {quoted(run)} --watch" if alive else f"lorafusion resume {quoted(run)}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import LoraFusionError, quoted
 from lorafusion_jax.layout.extent import extents
 from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.format import better_layers, duration, percent
@@ -67,7 +67,7 @@ def command(
     _show(numbers)
     console = out()
     say(console, f"drawn in {to}" + ("  ·  open it at ui.perfetto.dev" if to.suffix == ".json" else ""))
-    next_command(console, f"lorafusion status {run}")
+    next_command(console, f"lorafusion status {quoted(run)}")
 
 
 def _predict(run: Path, measured: Timeline, cost_model: Path, *, all_slots: bool) -> tuple[Timeline, range]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lorafusion_jax.cli.common import Json, Overrides, next_command
-from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.errors import ConfigError, RunError, quoted
 from lorafusion_jax.report.console import errors_to, out, plain_table, say
 from lorafusion_jax.tuning_table import check_table, read_table, share_table, table_path, take_table, use_tables
 
@@ -174,7 +174,10 @@ def tune_here(
     if not as_json:
         outcome = f"written: {path}" if path.exists() else "nothing to choose: one implementation runs each call"
         out().print(f"\n{outcome}", highlight=False, markup=False, soft_wrap=True)
-        next_command(out(), f"lorafusion train {jobs} --out runs/{jobs.stem}" if jobs else "lorafusion doctor")
+        next_command(
+            out(),
+            f"lorafusion train {quoted(jobs)} --out {quoted(f'runs/{jobs.stem}')}" if jobs else "lorafusion doctor",
+        )
 
 
 def pass_on(share: Path | None, use: Path | None, *, as_json: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean_path
+from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean_path, quoted
 from lorafusion_jax.readable import check_regular, read_text
 
 Keys = tuple[str | int, ...]
@@ -205,7 +204,7 @@ def _refuse_data_file(path: Path) -> None:
             "config.data-file",
             f"{path} is a data file, not a job file.",
             why="a job file is YAML or TOML, and names the data",
-            fix=f"lorafusion new --base FOLDER --data {shlex.quote(str(path))} -o jobs.yaml",
+            fix=f"lorafusion new --base FOLDER --data {quoted(path)} -o jobs.yaml",
         )
 
 

@@ -14,7 +14,7 @@ from lorafusion_jax.checkpoint.begun_folder import read_start
 from lorafusion_jax.checkpoint.folder import CONFIG, RunFolder, no_run
 from lorafusion_jax.config.schema import BaseSettings
 from lorafusion_jax.config.specs import adapter_spec, model_targets
-from lorafusion_jax.errors import CheckpointError, ConfigError, did_you_mean
+from lorafusion_jax.errors import CheckpointError, ConfigError, did_you_mean, quoted
 from lorafusion_jax.peft.leaves import exported_spec
 from lorafusion_jax.peft.read_config import CONFIG_FILE, read_config
 from lorafusion_jax.peft.settings import describe_folder
@@ -124,14 +124,13 @@ def _of_run(
             if not selection and step is None:
                 continue  # it has not been saved yet, and nobody named it
             at = "of a best step" if best else "yet" if step is None else f"of step {step}"
-            raise CheckpointError(
-                "generate.no-weights", f"{name} has no exported weights {at}.", where=str(run.path),
-                fix=", ".join(exported.name for exported in run.exported(name)) or f"lorafusion resume {run.path}",
-            )  # fmt: skip
+            steps = ", ".join(exported.name for exported in run.exported(name))
+            message, fix = f"{name} has no exported weights {at}.", steps or f"lorafusion resume {quoted(run.path)}"
+            raise CheckpointError("generate.no-weights", message, where=str(run.path), fix=fix)
         spec = exported_spec(adapter_spec(config.adapter(name), model_targets(config)))
         sources.append(AdapterSource(name=name, folder=folder, kind=spec.kind, head=spec.head))
     if not sources and not adapters:
-        fix = f"lorafusion resume {run.path}"
+        fix = f"lorafusion resume {quoted(run.path)}"
         raise CheckpointError("generate.no-weights", f"{run.path} has no exported weights yet.", fix=fix)
     if base is None:
         directory = base_directory(config)

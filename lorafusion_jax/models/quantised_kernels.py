@@ -7,7 +7,6 @@ Dims: `K` in · `N` out.
 from __future__ import annotations
 
 import hashlib
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, quoted
 from lorafusion_jax.models.checkpoint import READABLE, Stored, plain_index, read_slice
 from lorafusion_jax.models.naming import Tensor
 from lorafusion_jax.weights.checkpoint_formats import CheckpointFormat, TensorSpec, small_arrays
@@ -164,5 +163,5 @@ def _unreadable(entry: Entry, problem: OSError) -> CheckpointError:
         "the cached weights of the base cannot be read.",
         where=str(entry.folder),
         why=str(problem),
-        fix=f"rm -r {shlex.quote(str(entry.folder))}; the base is then quantised again",
+        fix=f"rm -r {quoted(entry.folder)}; the base is then quantised again",
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, quoted
 from lorafusion_jax.readable import PLAN, read_text
 from lorafusion_jax.report.format import duration, percent
 from scheduling import Plan, PlanError, Timeline
@@ -27,7 +27,7 @@ def read_timeline(run: Path) -> Timeline:
             "run.no-timeline",
             f"there is no {FILE} in {run}.",
             why="a run writes it when it ends",
-            fix=f"lorafusion status {run}",
+            fix=f"lorafusion status {quoted(run)}",
         )
     try:
         text = read_text(file, PLAN)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError, shortened_text
+from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError, quoted, shortened_text
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.readable import SETTINGS, open_regular, read_text
@@ -57,7 +57,7 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], model_t
     projections of experts apart in a folder that has both; llama.cpp does not in all families.
 
     Args:
-        base: folder or hub name of the base model.
+        base: folder or hub name of the base model, as a shell reads it.
         folders: the exported adapters by name.
         model_type: of the base as it is published; see `type_of`. Without it there is no command of vLLM.
 
@@ -75,13 +75,13 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]], model_t
         modules = " ".join(
             shlex.quote(json.dumps({"name": name, "path": str(folder), EXPERTS_KEY: True}))
             if name in flagged
-            else f"{name}={folder}"
+            else quoted(f"{name}={folder}")
             for name, (_, folder) in vllm_folders.items()
         )
         flag = f"{EXPERTS_FLAG} " if flagged else ""
         lines.append(f"vllm serve {base} --enable-lora {flag}--max-lora-rank {rank} --lora-modules {modules}")
     lines += [
-        f"python convert_lora_to_gguf.py --base {base} {folder}"
+        f"python convert_lora_to_gguf.py --base {base} {quoted(folder)}"
         for spec, folder in plain.values()
         if not spec.rslora and not spec.on_experts
     ]
@@ -357,12 +357,13 @@ class HandOver:
     """
 
     def __init__(self, config: JobConfig, folder: Path):
+        from lorafusion_jax.checkpoint.base_model import base_in_commands
         from lorafusion_jax.config.specs import adapter_spec
         from lorafusion_jax.peft.leaves import exported_spec
 
         self._settings, self._folder = config.handover, folder
         self._kind = "vllm" if config.handover.vllm else "sglang"
-        url, base = config.handover.vllm or config.handover.sglang or "", config.base.hub_id or str(config.base.model)
+        url, base = config.handover.vllm or config.handover.sglang or "", base_in_commands(config)
         key_file = config.handover.key_file
         try:
             key = read_key(None if key_file is None else Path(config.directory, key_file))
@@ -390,7 +391,7 @@ class HandOver:
         try:
             answer = load(server, name, str(path))(self._settings.prompt, MOST_TOKENS)
         except LoraFusionError as problem:
-            retry = f"lorafusion handover {self._folder} {name} --{self._kind} {server.url}"
+            retry = f"lorafusion handover {quoted(self._folder)} {name} --{self._kind} {server.url}"
             say(
                 errors_to(),
                 f"{name} is not handed over: {problem.what} {problem.why} fix: {problem.fix}; then {retry}",

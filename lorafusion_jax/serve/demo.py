@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-
 from sqlalchemy import select
 
+from lorafusion_jax.errors import quoted
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.console import out, say
 from lorafusion_jax.serve.client import Client, ServiceError
@@ -31,7 +30,7 @@ def submit_demo(url: str, settings: Settings) -> None:
         admin = add_key(connection, "admin", SCOPES)[1] if is_new else ""
     db.close()
     if not is_new:
-        new_key = f"lorafusion keys add admin --admin --home {shlex.quote(str(settings.home))}"
+        new_key = f"lorafusion keys add admin --admin --home {quoted(settings.home)}"
         say(out(), f"the jobs of this home go on; another key: {new_key}")
         return
     out().print(f"key of the page: [bold]{admin}[/bold]", highlight=False)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.errors import ConfigError, RunError, quoted
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.serve.api.access import Service
 from lorafusion_jax.serve.api.app import LOCAL_NAMES, make_app
@@ -59,7 +59,7 @@ def protect(settings: Settings) -> None:
                 "serve.home",
                 f"others can use {path} (mode {mode & 0o777:o}), and it does not belong to this user.",
                 why="keys, data and adapters of all users are in it",
-                fix=f"sudo chown -R $USER {home}, or another --home",
+                fix=f"sudo chown -R $USER {quoted(home)}, or another --home",
             ) from None
         log.warning("%s was open to others (mode %o): it is closed now", path, mode & 0o777)
 
@@ -101,7 +101,7 @@ def run_server(
             raise ConfigError(
                 "serve.host",
                 f"without a key the service listens on this machine only, not on {host}.",
-                fix=f"lorafusion keys add admin --admin --home {settings.home}",
+                fix=f"lorafusion keys add admin --admin --home {quoted(settings.home)}",
             )
         sockets = resources.enter_context(bound(host, port))  # before a worker is started in vain
         streams = Streams(settings, db) if settings.training_api else None

@@ -34,7 +34,7 @@ from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.prepare import Prepared, prepare
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, quoted
 from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.report.events import RunEvent, StepTaken
 from lorafusion_jax.report.record import check_record
@@ -104,7 +104,7 @@ def compare_alone(run: Path, name: str, steps: int) -> Comparison:
     names = [adapter.name for adapter in config.adapters]
     if name not in names:
         raise ConfigError(
-            "verify.adapter", f"{run} has no adapter '{name}'.", fix=f"lorafusion verify {run} {names[0]}"
+            "verify.adapter", f"{run} has no adapter '{name}'.", fix=f"lorafusion verify {quoted(run)} {names[0]}"
         )
     if sampling := [adapter.name for adapter in config.adapters if adapter.rollout.is_on]:
         raise ConfigError(

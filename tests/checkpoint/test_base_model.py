@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lorafusion_jax.checkpoint.base_model import base_directory, find_base
+from lorafusion_jax.checkpoint.base_model import base_directory, base_in_commands, find_base
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CheckpointError, ErrorList
@@ -46,6 +46,17 @@ def test_beside_other_models_a_name_is_a_folder(tmp_path, hub):
         base_directory(job(tmp_path, "weights/gemma"))
     assert caught.value.fix.startswith("weights/Qwen3-8B; or base.model: ")
     assert hub == []
+
+
+def test_commands_name_a_base_from_where_they_are_typed(tmp_path, monkeypatch):
+    """A job file names it from its own folder, which is mostly another one."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "my weights").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert base_in_commands(job(tmp_path / "jobs", "../my weights")) == "'my weights'"
+    monkeypatch.chdir("jobs")
+    assert base_in_commands(job(tmp_path / "jobs", "../my weights")) == f"'{tmp_path}/my weights'"
+    assert base_in_commands(job(tmp_path / "jobs", "org/base")) == "org/base"
 
 
 def test_a_hub_that_does_not_answer_is_the_second_thing_said(tmp_path, hub):

@@ -30,25 +30,26 @@ def dtypes(folder) -> set[str]:
 
 def test_all_adapters_are_exported_at_once_in_another_dtype(lorafusion, finished, tmp_path):
     _, run = finished
-    outcome = lorafusion("export", run, "--all", "--dtype", "bfloat16", "--to", tmp_path / "out")
+    to = tmp_path / "to law"
+    outcome = lorafusion("export", run, "--all", "--dtype", "bfloat16", "--to", to)
     assert outcome.code == 0, outcome.err
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["law", "med"]
-    modules = f"law={tmp_path / 'out/law'} med={tmp_path / 'out/med'}"
+    assert sorted(path.name for path in to.iterdir()) == ["law", "med"]
+    modules = f"'law={to / 'law'}' 'med={to / 'med'}'"
     assert f"--max-lora-rank 8 --lora-modules {modules}" in outcome.out
     assert "convert_lora_to_gguf.py --base" in outcome.out
     for name in ("law", "med"):
-        folder = tmp_path / "out" / name
+        folder = to / name
         assert dtypes(folder) == {"bfloat16"}
         assert is_intact(folder)
         (_, ours), (_, trained) = read_adapter(folder), read_adapter(run / "adapters" / name / "latest")
         for path, pair in ours.items():
             for tensor, wanted in zip(pair, trained[path], strict=True):
                 np.testing.assert_allclose(tensor, wanted, rtol=2**-8, atol=1e-38)
-    card = (tmp_path / "out" / "law" / "README.md").read_text()
+    card = (to / "law" / "README.md").read_text()
     assert "| step | training loss | held-out loss |" in card
     assert "| 6 | " in card
     assert "Training loss of steps 1 to 6: `" in card
-    again = lorafusion("export", run, "--all", "--to", tmp_path / "out")
+    again = lorafusion("export", run, "--all", "--to", to)
     assert (again.code, again.errors) == (2, ["export.exists"])
 
 

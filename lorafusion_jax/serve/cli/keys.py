@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, quoted
 from lorafusion_jax.report.console import out, plain_table
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def change_limits(
         exists = set_limits(connection, key, limits)
     db.close()
     if not exists:
-        raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {home}")
+        raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {quoted(home)}")
     print(f"{key} changed")
 
 
@@ -121,7 +121,7 @@ def revoke(
         exists = revoke_key(connection, key)
     db.close()
     if not exists:
-        raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {home}")
+        raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {quoted(home)}")
     print(f"{key} revoked")
 
 
