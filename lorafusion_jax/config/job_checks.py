@@ -232,7 +232,7 @@ def _rollout_problems(
             f"an answer may have {reserved} tokens, all turns together, and data.max_length={adapter.data.max_length} "
             "leaves no room for a prompt."
         )
-        yield ("rollout", "max_tokens"), message, "smaller rollout.max_tokens, or a larger data.max_length"
+        yield ("rollout", "max_tokens"), message, f"{rollout.fix_of_room}, or a larger data.max_length"
     if (rollout.tool is None) != (rollout.turns == 1):
         message = "turns above 1 need a tool, which speaks between them, and a tool needs turns above 1."
         yield ("rollout", "turns"), message, "rollout: {tool: FILE.py:function, turns: 4}"

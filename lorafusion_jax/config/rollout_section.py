@@ -226,6 +226,12 @@ class RolloutSettings(LimitSettings):
         """Room for what follows a prompt."""
         return self.turns * self.max_tokens + (self.turns - 1) * self.tool_tokens
 
+    @property
+    def fix_of_room(self) -> str:
+        """What makes that room smaller, as the fix of an error says it."""
+        smaller = "smaller rollout.max_tokens"
+        return smaller if self.turns == 1 else f"{smaller}, rollout.turns or rollout.tool_tokens"
+
 
 def estimator_of(adapter: Any) -> str:
     """How an adapter's rewards become advantages."""

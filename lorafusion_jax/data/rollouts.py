@@ -226,6 +226,6 @@ def _fitting(
             f"{adapter.name}: {len(long)} prompts leave no room for an answer in data.max_length="
             f"{adapter.data.max_length} tokens.",
             [(number, why) for number in long],
-            fix="a larger data.max_length, smaller rollout.max_tokens, or data.on_long: drop",
+            fix=f"{adapter.rollout.fix_of_room}, a larger data.max_length, or data.on_long: drop",
         )
     return {number: entry for number, entry in prompts.items() if number not in set(long)}, long

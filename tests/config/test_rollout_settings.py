@@ -84,6 +84,7 @@ def test_a_job_names_its_objective_by_a_text_and_its_prompts_once(load):
         ({"group": 5}, {}, "does not divide"),
         ({"group": 1}, {}, "has no others"),
         ({"max_tokens": 64}, {}, "no room for a prompt"),
+        ({"turns": 2, "tool_tokens": 60, "tool": "score.py:speaks"}, {}, "or rollout.tool_tokens"),
         ({"turns": 2}, {}, "need a tool"),
         ({"tool": "score.py:short"}, {}, "need a tool"),
         ({"temperature": 0}, {}, "more than 0"),
