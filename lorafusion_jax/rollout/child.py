@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import tempfile
+import traceback
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,11 +38,12 @@ def main(folder: str, memory_bytes: int, disk_bytes: int) -> None:
         resource.setrlimit(getattr(resource, limit), (within, within))
     functions: dict[str, Callable[..., Any]] = {}
     for line in sys.stdin:
+        call = json.loads(line)
         try:
-            answer = {"value": run(json.loads(line), functions)}
+            answer = {"value": run(call, functions)}
             text = json.dumps(answer)
         except BaseException as problem:  # of a user's function: anything, `exit` too
-            text = json.dumps({"error": _described(problem)})
+            text = json.dumps({"error": _described(problem, Path(call["value"].rpartition(":")[0]).parent)})
         answers.write(f"{text}\n")
         answers.flush()
 
@@ -105,13 +107,13 @@ def _arguments(function: Callable[..., Any], call: Mapping[str, Any]) -> dict[st
 def _numbers(values: Any) -> list[float | None]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise TypeError(f"it returned a {type(values).__name__}, not a list with a number for each completion")
+        raise TypeError(f"it returned {type(values).__name__}, not a list with a number for each completion")
     return [None if value is None else float(value) for value in values]
 
 
 def _text(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise TypeError(f"it returned a {type(value).__name__}, not a text or None")
+        raise TypeError(f"it returned {type(value).__name__}, not a text or None")
     return value
 
 
@@ -126,15 +128,15 @@ def _ask(address: str, body: Mapping[str, Any], timeout_s: float) -> Any:
     return _numbers(answer["rewards"] if isinstance(answer, Mapping) else answer)
 
 
-def _described(problem: BaseException) -> str:
-    trace, location = problem.__traceback__, ""
-    while trace is not None:
-        location, trace = f", line {trace.tb_lineno} of {Path(trace.tb_frame.f_code.co_filename).name}", trace.tb_next
+def _described(problem: BaseException, folder: Path) -> str:
+    """The problem, and the last line of it in a file of the function's folder: not one of a library."""
+    traced = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(problem.__traceback__)]
+    lines = [f", line {line} of {file.name}" for file, line in traced if file.parent == folder]
     try:
         text = str(problem)[:500]
     except Exception:
         text = ""
-    return f"{type(problem).__name__}: {text}{location}"
+    return f"{type(problem).__name__}: {text}{lines[-1] if lines else ''}"
 
 
 if __name__ == "__main__":

@@ -73,7 +73,8 @@ class Functions:
             message = f"{value} failed: {answer['error']}."
             if "MemoryError" in answer["error"]:
                 self.close()
-            raise RunError("rollout.function", message, fix=f"mend it, and resume; it prints to {self._log}")
+            new_run = "mend it and train the adapter in a new run, which lora.init_from lets go on from this one"
+            raise RunError("rollout.function", message, fix=f"{new_run}; it prints to {self._log}")
         return answer["value"]
 
     def close(self) -> None:

@@ -350,7 +350,7 @@ class Rollouts:
 
 
 def _in_one_line(problem: LoraFusionError) -> str:
-    return f"[{problem.code}] {problem.what}" + (f" {problem.fix}" if problem.fix else "")
+    return f"[{problem.code}] {problem.what}" + (f" fix: {problem.fix}" if problem.fix else "")
 
 
 def _read(path: Path) -> list[Drawn]:

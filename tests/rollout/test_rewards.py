@@ -33,6 +33,7 @@ def some(prompts, completions, answer, **columns):
     rows = zip(prompts, completions, answer)
     return [None if right is None else float(prompt in text) for prompt, text, right in rows]
 def raises(completions): return [1 / 0 for _ in completions]
+def decodes(completions): return __import__("json").loads("no")
 def leaves(completions): os._exit(7)
 def exits(completions): raise SystemExit("enough")
 def hangs(completions): time.sleep(60)
@@ -102,8 +103,9 @@ def test_rewards_are_added_with_their_weights(functions):
         ("nan", "completion 0 has the reward nan"),
         ("huge", "1000000000"),
         ("short", "1 numbers for 3 completions"),
-        ("text", "a str, not a list"),
+        ("text", "TypeError: it returned str, not a list with a number for each completion."),
         ("words", "could not convert"),
+        ("decodes", "line 1 column 1 (char 0), line 11 of code.py"),
         ("large", "MemoryError"),
         ("fills", "disk_mb=5"),
         ("one_file", "File too large"),
