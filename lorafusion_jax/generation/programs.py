@@ -47,9 +47,8 @@ from lorafusion_jax.session import leaves as lv
 from lorafusion_jax.session.inputs import Inputs
 from lorafusion_jax.session.leaves import LAYERS, SHARED, TOKENS, Leaves, path_of
 from lorafusion_jax.session.stage import Stage
-from lorafusion_jax.session.stage_jit import gather
+from lorafusion_jax.session.stage_jit import ROUNDS, gather
 from lorafusion_jax.session.stage_weights import StoredWeights, Weights
-from pallas_kernels.device import target_platform
 
 EVERYWHERE = P()
 
@@ -93,10 +92,7 @@ class GenerationPrograms:
     """
 
     def __init__(self, stage: Stage, options: Mapping[str, Any] | None = None):
-        # Training's kernels round where they say so; XLA may leave roundings out within a fusion. In a fifth of the
-        # numbers of a norm of a sum this differs by a bit, and log p of samples would differ from that of training.
-        rounds = {"xla_allow_excess_precision": False} if target_platform() in ("gpu", "cuda") else {}
-        self._options = {**rounds, **(options or {})} or None
+        self._options = {**ROUNDS, **(options or {})}
         self._parts, self._mesh, self._layout = stage.parts, stage.mesh, stage.parts.leaves
         self._operands, self._table_axis = stage.programs.operands, stage.programs.ends.table_axis
         self._extent = stage.extent

@@ -21,6 +21,9 @@ from lorafusion_jax.session.mesh import AXES, REPLICAS, StageMesh
 ROWS, DEVICES, REPLICATED = P(REPLICAS), P(AXES), P()
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
 TOGETHER = "xla_gpu_all_reduce_combine_threshold_bytes"
+# Numbers are rounded where the code says so. XLA may leave roundings to bfloat16 out within a fusion, and training and
+# generation are fused differently: log p of samples would differ from that of a `forward` call on them.
+ROUNDS = {"xla_allow_excess_precision": False}
 
 
 def jit_on_stage(
@@ -35,7 +38,7 @@ def jit_on_stage(
     """
     if stage.mesh.size == 1:
         function = function if identity is None else kept(function, identity)
-        return jax.jit(function, donate_argnums=donate, compiler_options=options or None)
+        return jax.jit(function, donate_argnums=donate, compiler_options=ROUNDS | (options or {}))
 
     @wraps(function)  # profiles show its name
     def mapped(*operands: Any) -> Any:
@@ -46,8 +49,8 @@ def jit_on_stage(
         local = jax.shard_map(function, mesh=stage.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         return local(*operands)
 
-    options = (options or {}) | hidden_gathers(stage.fsdp)
-    return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)
+    options = ROUNDS | (options or {}) | hidden_gathers(stage.fsdp)
+    return jax.jit(mapped, donate_argnums=donate, compiler_options=options)
 
 
 def hidden_gathers(fsdp: int) -> dict[str, bool]:

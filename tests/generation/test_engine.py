@@ -16,7 +16,6 @@ from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.generation import engine as engine_module
-from lorafusion_jax.generation import programs as programs_module
 from lorafusion_jax.generation.blocks import BlockPool
 from lorafusion_jax.generation.choose import Chosen
 from lorafusion_jax.generation.engine import Engine
@@ -25,6 +24,7 @@ from lorafusion_jax.generation.programs import GenerationPrograms
 from lorafusion_jax.generation.requests import Request
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.models.cache import BLOCK
+from lorafusion_jax.session.stage_jit import jit_on_stage
 from pallas_kernels.norm.xla import norm_forward
 
 VOCABULARY = 48
@@ -298,15 +298,14 @@ def test_an_answer_is_the_same_whatever_joins_leaves_and_gives_way(stage, progra
     assert tight.pool.num_free == 4
 
 
-def test_a_gpu_rounds_the_sum_before_a_norm_as_training_does(stage, monkeypatch):
-    monkeypatch.setattr(programs_module, "target_platform", lambda: "cuda")
+def test_training_and_generation_round_the_sum_before_a_norm(stage):
     x, delta = (jax.random.normal(jax.random.key(n), (8, 256), jnp.bfloat16) for n in range(2))
 
     def normed(x, delta):
         return norm_forward(x, delta, jnp.ones(256), eps=1e-6)[1]
 
-    run = GenerationPrograms(stage)._jit(normed, ())
-    np.testing.assert_array_equal(run(x, delta), normed(x, delta))
+    for run in (GenerationPrograms(stage)._jit(normed, ()), jit_on_stage(stage.mesh, normed, (), ())):
+        np.testing.assert_array_equal(run(x, delta), normed(x, delta))
     assert (jax.jit(normed)(x, delta) != normed(x, delta)).any()  # XLA leaves the rounding out
 
 

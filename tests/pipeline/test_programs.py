@@ -14,6 +14,7 @@ from lorafusion_jax.session import stage_jit
 from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.session.parts import Parts
 from lorafusion_jax.session.programs import StagePrograms
+from lorafusion_jax.session.stage_jit import ROUNDS
 
 MODEL = ModelConfig(
     family="llama", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
@@ -44,9 +45,9 @@ def options(implementation):
 @pytest.mark.parametrize(("implementation", "told"), [(None, True), ("pallas_mosaic_gpu", True), ("xla", False)])
 def test_layers_are_compiled_as_the_kernels_want_it(implementation, told):
     compiler = options(implementation)
-    wanted = {"xla_gpu_enable_triton_gemm": False} if told else None
-    assert [compiler[name] for name in ("_forward", "_backward", "_evaluate")] == [wanted] * 3
-    assert compiler["_head"] is None  # its second product is slower so
+    triton = {"xla_gpu_enable_triton_gemm": False} if told else {}
+    assert [compiler[name] for name in ("_forward", "_backward", "_evaluate")] == [ROUNDS | triton] * 3
+    assert compiler["_head"] == ROUNDS  # its second product is slower without Triton's
 
 
 def test_weights_are_gathered_beside_computing_unless_the_user_says_otherwise(monkeypatch):
