@@ -224,7 +224,8 @@ def _config(prepared: Prepared, i: int, rank: int, *, transposed: bool = False) 
         return None
     depth, columns = prepared.ops.ws[i].shape[:: -1 if transposed else 1]
     config = gemm_config(prepared.rows, depth // 2, columns, rank, prepared.static.tile, transposed=True)
-    return config and dataclasses.replace(config, tile_k=2 * config.tile_k)
+    # Down the rows: as fast at 4096 features as along the columns, 2 to 3 % faster at 14336.
+    return config and dataclasses.replace(config, tile_k=2 * config.tile_k, along_n=False)
 
 
 def _rounded(prepared: Prepared, rows: jax.Array, factor: jax.Array | None = None) -> Rounded:

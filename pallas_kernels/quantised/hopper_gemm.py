@@ -5,8 +5,9 @@
 
 The low-rank part goes into the accumulator in bfloat16, divided by the scales beforehand: they are powers of two, so
 nothing is rounded. cuBLAS knows one scale for a whole array only; this saves the pass that would scale its result. A
-tile of the addend is fetched during its product, into the shared memory from which the result is stored. Tiles, walk
-and pipeline are those of `linear.hopper.gemm`.
+tile of the addend is fetched during its product, into the shared memory from which the result is stored. Tiles and
+walk are those of `linear.hopper.gemm`. The pipeline goes on from tile to tile: the first operands of a tile are copied
+while the one before it is stored.
 
 GEMM letters: M rows · C contracted features · N columns of the result · R padded rank · A adapters
 """
@@ -171,7 +172,8 @@ def fit_addend(config: GemmConfig) -> GemmConfig:
 def _walk(static: _Static, refs: _Refs) -> None:
     """Walks a block over its output tiles."""
     config, rank = static.config, static.rank
-    pipeline = functools.partial(_pipeline, config, static.steps)
+    # Stages of a tile must begin where those of the tile before it ended.
+    goes_on = static.steps % config.stages == 0
     height, width = min(config.store_m, config.tile_m), min(config.store_n, config.tile_n)
     # An addend arrives as a whole tile in the place from which the result leaves; otherwise chunks take turns.
     slots = (config.tile_m, config.tile_n) if refs.addend is not None else (2, height, width)
@@ -184,7 +186,7 @@ def _walk(static: _Static, refs: _Refs) -> None:
         scopes["bank_smem"] = plgpu.SMEM((2, rank, config.tile_n), OUT, transforms=layout)
         scopes["low_barrier"] = plgpu.Barrier(num_arrivals=2, num_barriers=2)
     # Allocated here, once: the pipeline is made anew for every output tile.
-    scopes["buffers"] = pipeline(_nothing, _nothing).get_allocations(refs.lhs, refs.rhs)
+    scopes["buffers"] = _pipeline(config, static.steps, _nothing, _nothing).get_allocations(refs.lhs, refs.rhs)
 
     @functools.partial(pl.run_scoped, collective_axes="wg", **scopes)
     def _(buffers, **scratch):
@@ -194,6 +196,9 @@ def _walk(static: _Static, refs: _Refs) -> None:
         def _(info):
             # Blocks work on neighbouring tiles at the same time, which share operands in L2.
             block = plgpu.planar_snake(info.index[0], static.grid, 1 if config.along_n else 0, config.band)
+            state = plgpu.PipelinePipeline
+            state = jnp.where(info.local_index == 0, state.START, state.STEADY) if goes_on else None
+            pipeline = functools.partial(_pipeline, config, static.steps, state=state)
             _multiply_tile(static, refs, tiles, warpgroup, pipeline, buffers, *block)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tiles are read before the block's memory goes
@@ -304,7 +309,7 @@ def _scaled(config: GemmConfig, refs: _Refs, acc: Any, row0: Any, col0: Any, wid
         yield chunk
 
 
-def _pipeline(config: GemmConfig, steps: int, body: Any, context: Any) -> Any:
+def _pipeline(config: GemmConfig, steps: int, body: Any, context: Any, state: Any = None) -> Any:
     def spec(rows: int):
         layout = transforms(config.tile_k, jnp.float8_e4m3fn)
         return plgpu.BlockSpec((rows, config.tile_k), lambda c: (0, c), transforms=layout, memory_space=plgpu.SMEM)
@@ -318,6 +323,7 @@ def _pipeline(config: GemmConfig, steps: int, body: Any, context: Any) -> Any:
         wg_axis="wg",
         num_compute_wgs=2,
         compute_context=context,
+        pipeline_state=state,
         in_specs=[spec(config.block_m), spec(config.block_n)],
     )
 
