@@ -49,7 +49,7 @@ def command(
 def _read(argument: str, run: Path | None) -> tuple[Path, float]:
     """The folder and the weight of "NAME=0.5"."""
     from lorafusion_jax.checkpoint.folder import RunFolder
-    from lorafusion_jax.peft.read_config import CONFIG_FILE
+    from lorafusion_jax.peft.read_config import CONFIG_FILE, did_you_mean_adapter
 
     name, equals, number = argument.rpartition("=")
     name = name if equals else argument
@@ -61,5 +61,6 @@ def _read(argument: str, run: Path | None) -> tuple[Path, float]:
     folder = newest or Path(name)
     if not (folder / CONFIG_FILE).is_file():
         message = f"there is no adapter {name}" + (f" in {run}." if run is not None else ".")
-        raise CheckpointError("combine.adapters", message, fix=f"a folder with {CONFIG_FILE}, or --run RUN and a name")
+        fix = did_you_mean_adapter(folder, name) or f"a folder with {CONFIG_FILE}, or --run RUN and a name"
+        raise CheckpointError("combine.adapters", message, fix=fix)
     return folder, weight

@@ -22,7 +22,7 @@ from lorafusion_jax.objective.choose import on_rollouts
 from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen
 from lorafusion_jax.optim.schedules import schedule
 from lorafusion_jax.optim.table import optimizer
-from lorafusion_jax.peft.read_config import CONFIG_FILE
+from lorafusion_jax.peft.read_config import CONFIG_FILE, did_you_mean_adapter
 from lorafusion_jax.peft.settings import describe_folder, has_score
 from lorafusion_jax.readable import TEMPLATE, read_text
 
@@ -152,7 +152,7 @@ def references_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source
             "objective.reference",
             f"{adapter.name}: {wrong}.",
             where=_where(source, entry, "objective", "reference"),
-            fix="objective.reference: base, start, the name of an adapter of this job, or a PEFT folder",
+            fix="base, start, the name of an adapter of this job, or a PEFT folder, such as RUN/adapters/NAME/latest",
         )
         for entry, adapter in valid
         if (wrong := unknown_reference(adapter, names, source.path.parent)) is not None
@@ -264,6 +264,7 @@ def _judge_problems(
             wrong = "" if objective == REWARD else f"{judge} judges answers, and its objective is {objective}."
         elif not (folder / judge / CONFIG_FILE).is_file():
             near = did_you_mean(judge, [name for name, other in adapters.items() if other.objective.name == REWARD])
+            near = near or did_you_mean_adapter(folder / judge, judge)
             wrong = f"there is no adapter '{judge}' in the job, and no PEFT folder of that name.{near and ' ' + near}"
         else:
             wrong = "" if has_score(folder / judge) else f"{judge} judges answers, and the folder has no score."

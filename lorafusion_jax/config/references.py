@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.errors import did_you_mean
-from lorafusion_jax.peft.read_config import CONFIG_FILE
+from lorafusion_jax.peft.read_config import CONFIG_FILE, did_you_mean_adapter
 
 BASE, START = "base", "start"
 
@@ -54,6 +54,7 @@ def unknown_reference(adapter: AdapterConfig, names: Collection[str], directory:
     if reference is None or reference.kind != "folder" or (directory / reference.name / CONFIG_FILE).is_file():
         return None
     near = did_you_mean(reference.name, [BASE, START, *names])
+    near = near or did_you_mean_adapter(directory / reference.name, reference.name)
     message = f"there is no adapter '{reference.name}' in the job, and no PEFT folder of that name"
     return f"{message}; {near}" if near else message
 

@@ -16,7 +16,7 @@ from lorafusion_jax.config.schema import BaseSettings
 from lorafusion_jax.config.specs import adapter_spec, model_targets
 from lorafusion_jax.errors import CheckpointError, ConfigError, did_you_mean, quoted
 from lorafusion_jax.peft.leaves import exported_spec
-from lorafusion_jax.peft.read_config import CONFIG_FILE, read_config
+from lorafusion_jax.peft.read_config import CONFIG_FILE, did_you_mean_adapter, read_config
 from lorafusion_jax.peft.settings import describe_folder
 from lorafusion_jax.weights.table import NONE
 
@@ -97,7 +97,8 @@ def find_source(
     else:
         message = f"{source} is neither a run, nor an adapter, nor a model."
         why = f"it has no {CONFIG}, {CONFIG_FILE} or config.json"
-        raise CheckpointError("generate.source", message, why=why, fix="lorafusion generate RUN 'a prompt'")
+        fix = did_you_mean_adapter(path, path) or "lorafusion generate RUN 'a prompt'"
+        raise CheckpointError("generate.source", message, why=why, fix=fix)
     origin = _with_asked(origin, adapters)
     return replace(origin, dtype=dtype or origin.dtype, quantize=quantize or origin.quantize)
 
@@ -170,7 +171,8 @@ def _with_asked(source: Source, adapters: Sequence[str]) -> Source:
         name, equals, folder = text.partition("=")
         if equals and not (Path(folder) / CONFIG_FILE).is_file():
             message = f"there is no adapter in {folder or 'no folder'}."
-            raise CheckpointError("generate.unknown-adapter", message, where=text, fix=f"a folder with {CONFIG_FILE}")
+            fix = did_you_mean_adapter(Path(folder), folder) or f"a folder with {CONFIG_FILE}"
+            raise CheckpointError("generate.unknown-adapter", message, where=text, fix=fix)
         if equals and (name in adapter_by_name or name == BASE_NAME or not name):
             fix = f"OTHER={folder}, with a name of its own"
             raise ConfigError("generate.unknown-adapter", f"'{name}' names another adapter.", where=text, fix=fix)

@@ -14,7 +14,7 @@ from lorafusion_jax.adapters.patterns import Patterns, matches, unusable_pattern
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec, spelled
 from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
 from lorafusion_jax.adapters.tokens import TokenRows
-from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few, raise_all
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.families.multimodal import TEXT_ROOT
 from lorafusion_jax.families.token_rows import check_tokens, token_rows
@@ -69,6 +69,7 @@ _NEUTRAL = frozenset(
 )
 _OFF: tuple[Any, ...] = (None, False, [], {})
 MOST_RANK, MOST_LAYERS = 2**16, 4096
+MOST_FOLDERS = 3  # that an error offers
 EVERYWHERE = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")  # in every base
 _PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal")  # others (pissa, olora, loftq …) change the base
 
@@ -154,6 +155,15 @@ def peft_type(kind: AdapterKind) -> str:
     return (kind.peft or {}).get("peft_type", LORA)
 
 
+def did_you_mean_adapter(folder: Path, typed: str | Path) -> str:
+    """Names the PEFT folders of a run that were meant by a folder above them; "" if there are none."""
+    for below in ("latest", "*/latest", "adapters/*/latest") if folder.is_dir() else ():
+        files = sorted(folder.glob(f"{below}/{CONFIG_FILE}"))
+        if folders := [str(Path(typed) / file.parent.relative_to(folder)) for file in files]:
+            return f"did you mean {first_few(folders, MOST_FOLDERS)}?"
+    return ""
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads adapter_config.json.
 
@@ -164,7 +174,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(read_text(file, SETTINGS))
     except FileNotFoundError:
-        raise CheckpointError("peft.missing-file", f"{folder} is not a PEFT folder: it has no {CONFIG_FILE}.") from None
+        message, near = f"{folder} is not a PEFT folder: it has no {CONFIG_FILE}.", did_you_mean_adapter(folder, folder)
+        raise CheckpointError("peft.missing-file", message, fix=near) from None
     except (OSError, ValueError, RecursionError) as problem:  # also numbers of thousands of digits
         raise CheckpointError(
             "peft.bad-config", f"{CONFIG_FILE} cannot be read.", where=str(file), why=str(problem)

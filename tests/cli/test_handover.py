@@ -166,3 +166,20 @@ def test_an_export_names_no_folder_of_its_run_and_its_card_is_one_for_the_hub(lo
         _, block, text = (tmp_path / "out" / name / "README.md").read_text().split("---\n", 2)
         assert yaml.safe_load(block) == {"library_name": "peft", "tags": ["lora"]}  # the keys that the hub knows
         assert f"# {name}" in text
+
+
+@pytest.mark.parametrize("below", ["", "adapters", "adapters/law"])
+def test_a_folder_above_an_adapter_is_no_adapter_and_the_one_below_is_named(
+    lorafusion, finished, tiny_base, tmp_path, below
+):
+    job, run = finished
+    above = run / below
+    for arguments in (
+        ("combine", above, run / "adapters" / "med" / "latest", "--to", tmp_path / "both"),
+        ("generate", tiny_base, "hi", "-a", f"law={above}"),
+        ("check", job.path, f"lora.init_from={above}"),
+        ("check", job.path, f"objective={{name: distill, reference: {above}}}"),
+    ):
+        outcome = lorafusion(*arguments)
+        assert outcome.code == 2
+        assert f"{run}/adapters/law/latest" in outcome.err.replace("\n", ""), arguments
