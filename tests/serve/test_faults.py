@@ -378,6 +378,7 @@ def make_version(file, version: int) -> None:
             ("artifacts", "problem"),
             ("keys", "limits"),
             ("jobs", "eval_tokens"),
+            ("api_samplers", "used"),
         ]
         for table, column in newer:
             connection.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")

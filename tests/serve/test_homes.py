@@ -199,6 +199,7 @@ def make_version_3(home: Home) -> None:
         connection.execute("DROP TABLE removals")
         connection.execute("ALTER TABLE keys DROP COLUMN limits")
         connection.execute("ALTER TABLE jobs DROP COLUMN eval_tokens")
+        connection.execute("ALTER TABLE api_samplers DROP COLUMN used")
         connection.execute("UPDATE version SET number = 3")
     connection.close()
 

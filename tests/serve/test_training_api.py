@@ -22,7 +22,7 @@ from training_service import ADAM, Model, TrainingService
 
 from lorafusion_jax.serve.store.keys import Limits, add_key
 from lorafusion_jax.serve.store.tables import removals
-from lorafusion_jax.serve.tinker import bodies, log, results, training
+from lorafusion_jax.serve.tinker import bodies, checkpoints, log, results, training
 from lorafusion_jax.serve.tinker.datums import read_batch
 from lorafusion_jax.serve.tinker.messages import message_class, read_head
 from lorafusion_jax.serve.tinker.streams import Streams
@@ -799,6 +799,26 @@ def test_samplers_are_named_and_sample_what_was_saved(model, service):
     np.testing.assert_allclose(np.frombuffer(samples_of(model, future).prompt_logprobs, "<f4")[1], -np.log(WORDS))
     with service.db.read() as connection:
         assert not log.waiting_samples(connection)
+
+
+def test_a_sampler_that_is_used_stays_among_many_new_ones(model, monkeypatch):
+    """As the reference of a policy that makes a sampler at every step."""
+    monkeypatch.setattr(checkpoints, "MOST_SAMPLERS", 2)
+    prompt, params = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}, {"max_tokens": 1}
+
+    def made(seq: int) -> str:
+        body = {"session_id": model.session, "sampling_session_seq_id": seq, "base_model": "tiny"}
+        return model.ask("/create_sampling_session", body)[1]["sampling_session_id"]
+
+    def status(sampler: str, seq: int) -> int:
+        body = {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, "sampling_params": params}
+        return model.ask("/asample", body)[0]
+
+    reference = made(0)
+    for step in range(1, 4):
+        newest = made(step)
+        assert (status(newest, 0), status(reference, step)) == (200, 200)
+    assert status(f"{model.session}:sample:1", 1) == 404
 
 
 def samples_of(model: Model, future: dict) -> Any:

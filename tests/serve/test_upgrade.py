@@ -28,6 +28,7 @@ NEW_COLUMNS = {
     "artifacts": ("url", "problem"),
     "keys": ("limits",),
     "jobs": ("eval_tokens",),
+    "api_samplers": ("used",),
 }  # that version 2 did not have
 PLACED = ("accept", "place", "started")
 EVENTS = {

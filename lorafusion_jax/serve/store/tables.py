@@ -21,7 +21,7 @@ from sqlalchemy import (
     select,
 )
 
-VERSION = 9
+VERSION = 10
 NAME_OF_PATH = "replace({0}, rtrim({0}, replace({0}, '/', '')), '')"  # what comes after the last slash
 MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next one of it
     2: (
@@ -69,6 +69,7 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next on
         "CREATE INDEX IF NOT EXISTS api_futures_of_owner ON api_futures (owner, state)",
         "CREATE INDEX IF NOT EXISTS api_checkpoints_of_owner ON api_checkpoints (owner, created)",
     ),
+    9: ("ALTER TABLE api_samplers ADD COLUMN used FLOAT NOT NULL DEFAULT 0",),
 }
 meta = MetaData()
 
@@ -330,6 +331,7 @@ api_samplers = Table(
     Column("path", String),  # of its checkpoint, if it has one
     Column("folder", String),  # of its adapter; None: the base alone
     Column("created", Float, nullable=False),
+    Column("used", Float, nullable=False, server_default="0"),
 )
 Index("api_models_of_session", api_models.c.session)
 Index("api_models_of_job", api_models.c.job)

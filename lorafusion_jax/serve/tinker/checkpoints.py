@@ -15,7 +15,7 @@ from lorafusion_jax.serve.tinker.futures import Row
 
 SCHEME = "tinker://"
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-MOST_SAMPLERS = 256  # of an owner; the oldest leave first
+MOST_SAMPLERS = 256  # of an owner; who was used least recently leaves first
 
 
 def checkpoint_path(model: str, kind: str, name: str) -> str:
@@ -109,9 +109,10 @@ def add_sampler(
     table = t.api_samplers
     if connection.execute(select(table.c.id).where(table.c.id == sampler)).first() is None:
         row = {"id": sampler, "owner": owner, "session": session, "base": base, "path": path, "folder": folder}
-        connection.execute(table.insert().values(row | {"created": time.time()}))
-    older = select(table).where(table.c.owner == owner).order_by(table.c.created.desc()).offset(MOST_SAMPLERS)
-    return remove_samplers(connection, [dict(row) for row in connection.execute(older).mappings()])
+        connection.execute(table.insert().values(row | dict.fromkeys(("created", "used"), time.time())))
+    newest = table.c.used.desc(), table.c.created.desc()
+    rest = select(table).where(table.c.owner == owner).order_by(*newest).offset(MOST_SAMPLERS)
+    return remove_samplers(connection, [dict(row) for row in connection.execute(rest).mappings()])
 
 
 def remove_samplers(connection: Connection, samplers: Sequence[Row]) -> list[str]:

@@ -91,4 +91,6 @@ def _add(connection: Connection, home: Path, sampler: Row, body: Sample) -> None
     row |= {"body": {"request": values, "folder": sampler["folder"]}}
     connection.execute(t.api_requests.insert().values(row))
     add_future(connection, future_of(stream, seq), sampler["owner"], stream, seq, "sample")
+    same = t.api_samplers.c.id == stream
+    connection.execute(t.api_samplers.update().where(same).values(used=time.time()))
     beat(connection, sampler["session"])
