@@ -72,7 +72,7 @@ def command(
     if schema:
         print(json.dumps(job_schema(), indent=2))
     elif source is not None:
-        print(convert(read_source(source).values, source.stem).text(title_of(source)), end="")
+        print(convert(read_source(source).values, source.stem, str(source)).text(title_of(source)), end="")
     else:
         print(reference() if everything else TEXT, end="")
     if schema or sys.stdout.isatty():

@@ -17,7 +17,7 @@ from lorafusion_jax.config.other_defaults import ALL_OF_MESSAGES, FACTORS, progr
 from lorafusion_jax.config.other_programs import ALWAYS_PACKED, counterpart
 from lorafusion_jax.config.run_sections import HELD_OUT_LOSS
 from lorafusion_jax.config.schema import BatchSettings
-from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean
+from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean, quoted
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.objective.choose import choose, unknown_objective
@@ -28,6 +28,7 @@ SECTIONS = (
     *("batch", "mesh", "save", "train", "report"),
 )
 OPTIMIZERS = {"adamw": "adamw", "lion": "lion", "adafactor": "adafactor", "sgd": "sgd"}
+OF_ADAPTERS, LORAS = ("adapter", "finetuning_type", "peft_type"), ("lora", "qlora", "dora")
 OBJECTIVES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo")
 SOURCE_KEYS = ("path", "split", "data_files", "ds_type")  # of an entry of a list of data sets
 ROW_KEYS = ("type", "field", "message", "role", "chat_template", "columns", "train_on", "format")  # they begin so
@@ -79,16 +80,20 @@ class Converted:
         return "\n".join(lines) + "\n"
 
 
-def convert(values: Mapping[str, Any], name: str) -> Converted:
+def convert(values: Mapping[str, Any], name: str, where: str = "FILE") -> Converted:
     """Converts the settings of another program.
 
     Args:
         values: of the other file.
         name: of the adapter, if it fits.
+        where: the file, for errors.
 
     Raises:
-        ConfigError: `config.not-convertible`, the file names no base model or no data.
+        ConfigError: `config.not-convertible`, the file names no base model or no data, or is a job file.
     """
+    if "adapters" in values and "base" in values:
+        message, fix = f"{where} is a job file of lorafusion already.", f"lorafusion check {quoted(where)}"
+        raise ConfigError("config.not-convertible", message, fix=fix)
     result = Converted()
     values = {key: value for key, value in values.items() if value is not None}  # as if it were left out
     _objective(values, result)
@@ -100,6 +105,8 @@ def convert(values: Mapping[str, Any], name: str) -> Converted:
         target = target_of(str(key))
         if target is None or target == "--out":
             note = match.note if match else "no counterpart is known"
+            if key in OF_ADAPTERS and str(value).lower() not in LORAS:
+                note = f"{shortened(value)} does not train LoRA; here it is always LoRA"
             result.notes.append((str(key), f"--out {note}" if target else note))
             continue
         take = TAKERS.get(target, _plain)
@@ -117,7 +124,7 @@ def convert(values: Mapping[str, Any], name: str) -> Converted:
         words = {"base": "base model (base_model, model_name_or_path)", "data": "data (datasets, dataset)"}
         raise ConfigError(
             "config.not-convertible",
-            f"the file names no {' and no '.join(words[key] for key in missing)}.",
+            f"{where} names no {' and no '.join(words[key] for key in missing)}.",
             fix="lorafusion init > jobs.yaml shows what a job file needs",
         )
     if "objective" not in result.job:
@@ -361,7 +368,10 @@ def _objective_key(result: Converted, key: str, target: str, value: Any) -> None
     if key in ("pref_loss", "loss_type") and "objective" in result.job:
         result.set("objective.loss", value)
     else:
-        result.notes.append((key, f"there is no objective {value}"))
+        name = "reward" if value == "rm" else value
+        is_here = unknown_objective(name) is None
+        advice = f"set objective: {name} and what it reads" if is_here else f"there is no objective {value}"
+        result.notes.append((key, f"{advice}; as it stands the job trains answers, with sft"))
 
 
 def _capacity(result: Converted) -> None:

@@ -14,7 +14,7 @@ _TRAINER = {
     "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "num_train_epochs": 3, "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1, "seed": 42, "optim": "adamw_torch_fused",
 }  # fmt: skip
-_SAVES = "a run saves by time, save.every_s; save.every_steps counts steps"
+_SAVES = "a run saves by time, save.every_minutes; save.every_steps counts steps"
 ALL_OF_MESSAGES = "TRL learns every token of rows with messages; here their answers, unless data.loss is all"
 _PEFT_TARGETS = ["q_proj", "v_proj"]
 _OF_PEFT = "left out: PEFT chooses by the model, q_proj and v_proj for most; see lora.targets"
@@ -101,6 +101,7 @@ AXOLOTL = Program(
     preferences={"rl_beta": 0.1},
     notes={
         "lora_target_modules": _OF_PEFT, "saves_per_epoch": _SAVES,
+        "adapter": "left out: axolotl trains the whole model; here it is always LoRA",
         "warmup_ratio": "left out: axolotl warms up over 3 % of the steps, at most 100",
         "lora_r": "left out: axolotl needs it; lora.rank is 16",
         "lora_alpha": "left out: axolotl needs it; lora.alpha is 32",

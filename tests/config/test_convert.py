@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import yaml
@@ -11,7 +12,7 @@ from lorafusion_jax.config.convert import convert
 from lorafusion_jax.config.data_sources import as_written
 from lorafusion_jax.config.json_schema import reference
 from lorafusion_jax.config.load import examine_config, load_config
-from lorafusion_jax.config.other_defaults import target_of
+from lorafusion_jax.config.other_defaults import PROGRAMS, target_of
 from lorafusion_jax.config.other_programs import COUNTERPARTS
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.table import OBJECTIVES
@@ -215,6 +216,23 @@ def test_a_file_without_base_or_data_is_refused():
         converted("datasets: [{path: rows.jsonl}]")
     with pytest.raises(ConfigError, match="no data"):
         converted("base_model: org/llama")
+    with pytest.raises(ConfigError, match="a job file of lorafusion already"):
+        converted("{base: {model: m}, adapters: [{name: law, data: {train: rows.jsonl}}]}")
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "says"),
+    [
+        ("finetuning_type: full\nstage: sft", "finetuning_type", "'full' does not train LoRA"),
+        ("sequence_len: 64", "adapter", "axolotl trains the whole model"),
+        ("finetuning_type: lora\nstage: ppo", "stage", "set objective: ppo"),
+        ("finetuning_type: lora\nstage: rm", "stage", "set objective: reward"),
+        ("finetuning_type: lora\nstage: pt", "stage", "trains answers, with sft"),
+    ],
+)
+def test_training_of_another_kind_is_named(line, key, says):
+    """The job file that comes out trains something else."""
+    assert says in dict(converted(f"base_model: m\ndatasets: [{{path: rows.jsonl}}]\n{line}").notes)[key]
 
 
 def test_counterparts_are_keys_of_the_job_file():
@@ -311,3 +329,14 @@ def test_a_default_that_is_written_out_changes_nothing(tmp_path, text, key, valu
         rest = config.model_dump(exclude={"adapters"}), adapter.model_dump(exclude={"objective"})
         jobs.append((*rest, adapter.objective.chosen))
     assert jobs[0] == jobs[1]
+
+
+def test_notes_name_keys_of_the_job_file():
+    known = yaml.safe_load(reference())
+    notes = [word.note for word in COUNTERPARTS.values()] + [
+        note for program in PROGRAMS for note in program.notes.values()
+    ]
+    sections = [name for name, section in known.items() if isinstance(section, dict)]
+    keys = re.findall(rf"\b({'|'.join(sections)})\.(\w+)", "\n".join(notes))
+    assert len(keys) > 8
+    assert [f"{section}.{key}" for section, key in keys if key not in {*known[section], "train"}] == []
