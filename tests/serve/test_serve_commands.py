@@ -207,8 +207,16 @@ def test_keys_are_added_shown_once_and_revoked(tmp_path, capsys):
     output = capsys.readouterr().out
     assert key[1] in output
     assert key[2] not in output
-    assert run(["keys", "revoke", key[1], *home]) == 0
+    assert run(["keys", "limits", "ana", *home]) == 2
+    assert f"a key of ana: {key[1]}" in capsys.readouterr().err
+    assert run(["keys", "revoke", key[0], *home]) == 0, "who has the key itself need not know its name"
+    shown = capsys.readouterr()
+    assert key[2] not in shown.out + shown.err
+    assert run(["keys", "limits", "ana", *home]) == 2
+    assert "keys ls" in capsys.readouterr().err
     assert run(["keys", "revoke", "zzzzzzzz", *home]) == 2
+    assert run(["keys", "ls", "--home", str(tmp_path / "hoem")]) == 2
+    assert f"did you mean '{tmp_path / 'home'}'?" in capsys.readouterr().err
     assert run(["keys", "add", "../x", *home]) == 2
 
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorafusion_jax.errors import ConfigError, quoted
+from lorafusion_jax.errors import ConfigError, did_you_mean_path, first_few, quoted
 from lorafusion_jax.report.console import out, plain_table
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from lorafusion_jax.serve.store.database import Database, OtherVersion
 
 app = typer.Typer(no_args_is_help=True, help="Keys of a service, by its home.")
@@ -75,11 +77,10 @@ def change_limits(
     db = open_home(home)
     with db.write() as connection:
         limits = Limits(share=share, jobs=jobs, places=places, bytes=data_bytes, priority=priority, weight=weight)
-        exists = set_limits(connection, key, limits)
+        name = _key_name(connection, key, home)
+        set_limits(connection, name, limits)
     db.close()
-    if not exists:
-        raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {quoted(home)}")
-    print(f"{key} changed")
+    print(f"{name} changed")
 
 
 @app.command("ls")
@@ -118,18 +119,34 @@ def revoke(
 
     db = open_home(home)
     with db.write() as connection:
-        exists = revoke_key(connection, key)
+        name = _key_name(connection, key, home)
+        revoke_key(connection, name)
     db.close()
-    if not exists:
-        raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {quoted(home)}")
-    print(f"{key} revoked")
+    print(f"{name} revoked")
+
+
+def _key_name(connection: Connection, typed: str, home: Path) -> str:
+    """The name of a key that is there, from its name or the key itself.
+
+    Raises:
+        ConfigError: `keys.unknown`.
+    """
+    from lorafusion_jax.serve.store.keys import KEY, list_keys
+
+    match = KEY.fullmatch(typed)
+    name, rows = match[1] if match else typed, list_keys(connection)
+    if any(row["id"] == name for row in rows):
+        return name
+    of_owner = [row["id"] for row in rows if row["owner"] == name and not row["revoked"]]
+    fix = f"a key of {name}: {first_few(of_owner, 3)}" if of_owner else f"lorafusion keys ls --home {quoted(home)}"
+    raise ConfigError("keys.unknown", f"there is no key {name}.", fix=fix)
 
 
 def backup(
     to: Annotated[Path, typer.Argument(metavar="FILE", help="the copy; replaces a file once it is whole")],
     home: Home = HOME,
 ) -> None:
-    """Copies the database of a service, also while it runs. Copy datasets/ and jobs/ of its home after it.
+    """Copies the database of a service, also while it runs. Copy datasets/, jobs/ and keys.log of its home after it.
 
     Example: lorafusion backup backups/service.db --home service
     """
@@ -138,7 +155,7 @@ def backup(
         db.copy(to.absolute())
     finally:
         db.close()
-    print(f"{home} copied to {to}")
+    print(f"the database of {home} copied to {to}; copy its datasets/, jobs/ and keys.log, too")
 
 
 def open_home(home: Path, *, new: bool = False, other_version: OtherVersion = "refuse") -> Database:
@@ -157,5 +174,8 @@ def open_home(home: Path, *, new: bool = False, other_version: OtherVersion = "r
     os.umask(0o077)
     settings = Settings(home=home.absolute(), bases={}, places={})
     if not new and not settings.database.is_file():
-        raise ConfigError("keys.home", f"{home} is not the home of a service.", fix="--home FOLDER")
+        message = f"{home} is not the home of a service: it has no {settings.database.name}."
+        beside = home.absolute().parent.glob(f"*/{settings.database.name}")
+        near = did_you_mean_path(home, [path.parent.name for path in beside])
+        raise ConfigError("keys.home", message, fix=near or "--home FOLDER of lorafusion serve")
     return open_database(settings, other_version=other_version)
