@@ -41,11 +41,11 @@ def find_base(
         "model.missing",
         f"there is no model directory {shortened(name)}.",
         where=str(direct.absolute()),
-        fix=_similar_folder(direct, name, fix),
+        fix=similar_folder(direct, name, fix),
     )
 
 
-def _similar_folder(direct: Path, typed: str, fix: str) -> str:
+def similar_folder(direct: Path, typed: str, fix: str) -> str:
     """Names the folder that was probably meant, or the models that are there before the fix."""
     try:
         names = sorted(path.name for path in direct.parent.iterdir() if path.is_dir())

@@ -237,9 +237,15 @@ def test_places_of_samplers_are_checked(text):
     [
         (["--jobs-share", "1"], "add --training-api"),
         (["--yield-s", "5", "--policy", "ours"], "the policy ours decides"),
+        (["batch.capacity_token=64"], "did you mean 'batch.capacity_tokens'?"),
+        (["base.model=models/any"], "fix: --base FOLDER"),
+        (["--base", "models/any"], "models/tiny"),
     ],
 )
-def test_shares_without_an_effect_are_refused(options, why, tmp_path, tiny_base, capsys):
+def test_what_a_service_does_not_take_is_refused(options, why, tmp_path, tiny_base, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "config.json").touch()
     assert run(["serve", "--home", str(tmp_path / "home"), "--base", str(tiny_base), *options]) == 2
     assert why in " ".join(capsys.readouterr().err.split())
 

@@ -219,6 +219,8 @@ def download(
 
     Example: lorafusion jobs download job-0123456789ab --to adapters/law
     """
+    if to.exists():
+        raise ConfigError("export.exists", f"{to} exists already.", fix="choose another folder, or remove this one")
     with _service(url, key_file) as client:
         print(client.job(job).adapter(to))
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lorafusion_jax.errors import ConfigError, install_line
+from lorafusion_jax.errors import ConfigError, did_you_mean, install_line
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.console import out
 from lorafusion_jax.report.servers import read_key
@@ -379,6 +379,8 @@ def _check_installed(needed: Sequence[str]) -> None:
 
 
 def _bases(bases: list[str]) -> dict[str, Path]:
+    from lorafusion_jax.checkpoint.base_model import similar_folder
+
     if not bases:
         message, fix = (
             "a service needs a base model.",
@@ -390,7 +392,8 @@ def _bases(bases: list[str]) -> dict[str, Path]:
         name, is_named, folder = text.partition("=")
         path = Path(folder if is_named else text).absolute()
         if not (path / "config.json").is_file():
-            raise ConfigError("serve.base", f"{path} is not the folder of a model.", fix="a folder with config.json")
+            fix = similar_folder(path, folder if is_named else text, "a folder with config.json and *.safetensors")
+            raise ConfigError("serve.base", f"{path} is not the folder of a model.", fix=fix)
         key = name if is_named else path.name
         if key in paths:
             raise ConfigError("serve.base", f"two bases are called {key}.", fix=f"--base OTHER={path}")
@@ -404,13 +407,12 @@ def _setting(text: str) -> tuple[str, Any]:
     from lorafusion_jax.config.schema import SHARED
 
     key, is_setting, value = text.partition("=")
-    section, _, name = key.partition(".")
-    if not is_setting or section not in SECTIONS or name not in SHARED[section].model_fields or key == "base.model":
-        raise ConfigError(
-            "serve.setting",
-            f"{text!r} is not a setting of a session.",
-            fix=f"KEY=VALUE with a key of {', '.join(SECTIONS)} of a job file",
-        )
+    valid = [f"{section}.{name}" for section in SECTIONS for name in SHARED[section].model_fields]
+    valid.remove("base.model")
+    if not is_setting or key not in valid:
+        sections = f"KEY=VALUE with a key of {', '.join(SECTIONS)} of a job file"
+        fix = "--base FOLDER" if key == "base.model" else did_you_mean(key, valid) or sections
+        raise ConfigError("serve.setting", f"{text!r} is not a setting of a session.", fix=fix)
     return key, yaml.safe_load(value)
 
 
