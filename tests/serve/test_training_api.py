@@ -517,8 +517,8 @@ def test_clients_are_told_what_to_use(service):
     assert service.ask("POST", "/client/config", {"sdk_version": "9", "new_wish": True})[0] == 422
     assert service.ask("POST", "/client/config", {"sdk_version": "9", "new_wish": None})[0] == 200
     models = service.ask("GET", "/get_server_capabilities")[1]["supported_models"]
-    assert models[0]["model_name"] == "tiny"
-    assert models[0]["max_context_length"] == 128
+    served = {"model_name": "tiny", "max_context_length": 128, "trainable": True, "sampleable": True}
+    assert models == [served]
     assert service.ask("POST", "/telemetry", {"events": [{"a": 1}]})[1] == {"status": "accepted"}
 
 
@@ -764,6 +764,8 @@ def test_samplers_are_named_and_sample_what_was_saved(model, service):
     made = model.result(first)
     assert made["sampling_session_id"].endswith(":0")
     named = model.result(save(model, "save_weights_for_sampler", "out"))["path"]
+    again = model.result(save(model, "save_weights_for_sampler", "out"))
+    assert again["error"] == f"there is a checkpoint {named}. another name"  # the SDK overwrites states only
     body = {"session_id": model.session, "sampling_session_seq_id": 1, "model_path": named}
     assert service.ask("POST", "/create_sampling_session", body, owner="ben")[0] == 404
     assert model.ask("/create_sampling_session", body | {"model_path": named + "x"})[0] == 404

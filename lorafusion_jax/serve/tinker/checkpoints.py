@@ -84,7 +84,8 @@ def record(connection: Connection, model: Row, request: Row, size: int) -> tuple
     path = checkpoint_path(model["id"], values["kind"], values["name"])
     before = connection.execute(select(t.api_checkpoints).where(t.api_checkpoints.c.path == path)).mappings().first()
     if before is not None and not values["overwrite"] and find_checkpoint(connection, path, None) is not None:
-        raise ApiError(409, "api.checkpoint-exists", f"there is a checkpoint {path}.", fix="another name, or overwrite")
+        fix = "another name" + (", or overwrite" if values["kind"] == "weights" else "")
+        raise ApiError(409, "api.checkpoint-exists", f"there is a checkpoint {path}.", fix=fix)
     connection.execute(t.api_checkpoints.delete().where(t.api_checkpoints.c.path == path))
     now = time.time()
     row = {"path": path, "owner": owner, "model": model["id"], "kind": values["kind"], "name": values["name"]}

@@ -61,7 +61,7 @@ def capabilities(service: ServiceOf, owner: Reader) -> dict[str, Any]:
     """The base models, and the longest sequence."""
     del owner
     batch = BatchSettings.model_validate(service.settings.batch)
-    model = {"trainable": True, "sampleable": False, "max_context_length": batch.largest}
+    model = {"trainable": True, "sampleable": True, "max_context_length": batch.largest}
     return {"supported_models": [{"model_name": name} | model for name in service.settings.bases]}
 
 
