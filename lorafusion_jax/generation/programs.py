@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.adapters.tokens import TABLES, Table
+from lorafusion_jax.errors import RunError
 from lorafusion_jax.families.per_layer_input import POSITIONS, TABLE
 from lorafusion_jax.generation import row_adapters
 from lorafusion_jax.generation.capacity import cached_rows
@@ -89,9 +90,15 @@ class GenerationPrograms:
     Args:
         stage: pieces of the model and their devices.
         options: of the compiler.
+
+    Raises:
+        RunError: `generate.tensor`.
     """
 
     def __init__(self, stage: Stage, options: Mapping[str, Any] | None = None):
+        if stage.parts.tensor > 1:
+            message = f"{stage.parts.tensor} devices share each layer of this base, and such a base makes no text."
+            raise RunError("generate.tensor", message, fix="mesh.tensor: 1")
         self._options = {**ROUNDS, **(options or {})}
         self._parts, self._mesh, self._layout = stage.parts, stage.mesh, stage.parts.leaves
         self._operands, self._table_axis = stage.programs.operands, stage.programs.ends.table_axis

@@ -197,6 +197,10 @@ def _of_adapter(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
         yield f"it cannot split adapters of lora.kind: {adapter.lora.kind}", "lora.kind: lora"
     if adapter.lora.trainable_tokens:
         yield "it cannot split lora.trainable_tokens", "leave out lora.trainable_tokens"
+    if adapter.rollout.is_on:
+        yield "a base that devices share writes no answers for rollouts", "mesh.tensor: 1"
+    if adapter.eval.score is not None:
+        yield "a base that devices share writes no answers for eval.score", "leave out eval.score, or mesh.tensor: 1"
     if DIVERGENCE in adapter.objective.chosen.needs:
         yield f"it cannot split objective.name: {adapter.objective.name}", "another objective, or mesh.tensor: 1"
 

@@ -397,3 +397,9 @@ def test_messages_in_a_text_are_json(column, messages):
         (row,) = read_prompts(lines, ["med"], Sampling(), name=name)
         assert row.rows[0].prompt == [{"role": "user", "content": "hi"}]
         assert row.rows[0].sampling.stop == ("###",)
+
+
+def test_a_base_that_devices_share_makes_no_text():
+    stage = SimpleNamespace(parts=SimpleNamespace(tensor=2, model=None))
+    with pytest.raises(RunError, match=r"generate\.tensor.*2 devices share each layer.*\n.*mesh\.tensor: 1"):
+        Generator([stage])

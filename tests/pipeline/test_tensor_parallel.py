@@ -263,6 +263,18 @@ REFUSED = {  # what is wrong, the key and value of the job, the base's fields, w
     "a bias": ({"lora": {"lora_bias": True}}, {}, 2, "tax: it cannot split lora.lora_bias"),
     "tokens": ({"lora": {"trainable_tokens": [3]}}, {}, 2, "tax: it cannot split lora.trainable_tokens"),
     "texts": ({"train": {"samples": 1}}, {}, 2, "makes no text during training"),
+    "rollouts": (
+        {"objective": {"name": "grpo"}, "rollout": {"reward": "exact", "group": 4}, "data": {"max_length": 512}},
+        {},
+        2,
+        "tax: a base that devices share writes no answers for rollouts",
+    ),
+    "scores": (
+        {"data": {"eval": "tax.jsonl"}, "eval": {"score": "score.py:short"}},
+        {},
+        2,
+        "tax: a base that devices share writes no answers for eval.score",
+    ),
     "parts": ({"train": {"parts": 2}}, {}, 1, "train.parts=2 has no effect on devices that compute whole layers"),
 }
 
@@ -270,6 +282,7 @@ REFUSED = {  # what is wrong, the key and value of the job, the base's fields, w
 @pytest.mark.parametrize(("sections", "fields", "tensor", "says"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_split_is_refused_by_name(sections, fields, tensor, says, tmp_path):
     (tmp_path / "tax.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    (tmp_path / "score.py").write_text("def short(prompts, completions): return [0.0] * len(prompts)\n")
     job = {"base": {"model": "none"}, "adapters": [{"name": "tax", "data": {"train": "tax.jsonl"}}]}
     (tmp_path / "jobs.yaml").write_text(json.dumps(job | {"mesh": {"tensor": tensor}} | _merged(job, sections)))
     model = ModelConfig(**_fields(MODEL) | fields)

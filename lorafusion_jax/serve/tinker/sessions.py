@@ -60,9 +60,11 @@ def health(owner: Reader) -> dict[str, Any]:
 def capabilities(service: ServiceOf, owner: Reader) -> dict[str, Any]:
     """The base models, and the longest sequence."""
     del owner
-    batch = BatchSettings.model_validate(service.settings.batch)
-    model = {"trainable": True, "sampleable": True, "max_context_length": batch.largest}
-    return {"supported_models": [{"model_name": name} | model for name in service.settings.bases]}
+    settings = service.settings
+    most_tokens = BatchSettings.model_validate(settings.batch).largest
+    samples = settings.mesh.get("tensor", 1) == 1  # a base that devices share makes no text
+    model = {"trainable": True, "sampleable": samples, "max_context_length": most_tokens}
+    return {"supported_models": [{"model_name": name} | model for name in settings.bases]}
 
 
 @router.post("/telemetry")
