@@ -20,7 +20,7 @@ from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError, raise_all
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.files import replace_text
+from lorafusion_jax.files import write_output
 from lorafusion_jax.objective.table import OBJECTIVES
 from lorafusion_jax.optim.schedules import SCHEDULES
 from lorafusion_jax.optim.table import OPTIMIZERS
@@ -62,7 +62,7 @@ class JobPlan(Shown):
         """Writes the plan for `train(job, plan=…)` and `lorafusion train --plan`."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, self.plan.to_json())
+        write_output(path, self.plan.to_json())
         return path
 
     def timeline(self) -> TimelineView:

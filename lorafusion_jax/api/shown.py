@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from rich.console import Console
 
-from lorafusion_jax.files import replace_text
+from lorafusion_jax.files import write_output
 from scheduling import Timeline, timeline_html
 from scheduling.plots.colors import colors_of
 
@@ -76,7 +76,7 @@ class Page:
 
     def save(self, path: str | Path) -> Path:
         """Writes the page as one HTML file."""
-        replace_text(Path(path), self._page())
+        write_output(Path(path), self._page())
         return Path(path)
 
     def _repr_html_(self) -> str:

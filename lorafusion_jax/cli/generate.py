@@ -14,7 +14,7 @@ import typer
 
 from lorafusion_jax.cli.common import Json, ProgramCache, next_command, standard_input
 from lorafusion_jax.errors import ConfigError, DataError
-from lorafusion_jax.files import replace_text
+from lorafusion_jax.files import write_output
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import errors_to, out, say, warn
@@ -134,7 +134,7 @@ def command(
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     console = out()
     if to is not None:
-        replace_text(to, lines)
+        write_output(to, lines)
     if as_json:
         print(lines, end="")
     else:

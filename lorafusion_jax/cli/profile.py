@@ -10,6 +10,7 @@ import typer
 
 from lorafusion_jax.cli.common import JobFile, Overrides, next_command, typed
 from lorafusion_jax.errors import ConfigError, quoted
+from lorafusion_jax.files import write_output
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.events import PhaseBegun
@@ -44,7 +45,7 @@ def command(
             repeats=repeats,
             listeners=[lambda event: status.update(event.text) if isinstance(event, PhaseBegun) else None],
         )
-    to.write_text(costs.to_json(), encoding="utf-8")
+    write_output(to, costs.to_json())
     table = plain_table(("stage",), ("forward", "backward", "step"))
     full = [index for index, slot in enumerate(plan.slots) if not slot.is_noop]
     every = slot_squares(plan)

@@ -11,7 +11,7 @@ import typer
 
 from lorafusion_jax.cli.common import Json, ends_in, next_command
 from lorafusion_jax.errors import quoted
-from lorafusion_jax.files import replace_text
+from lorafusion_jax.files import write_output
 from lorafusion_jax.report.console import out, say
 
 WATCH_S = 10
@@ -56,5 +56,5 @@ def _write(runs: list[Path], file: Path, *, live: bool) -> bool:
 
     report_runs = [ReportedRun(folder=run, numbers=run_numbers(run)) for run in runs]
     is_live = any(run.numbers["state"] == "running" for run in report_runs)
-    replace_text(file, report_page(report_runs, refresh_s=WATCH_S if live and is_live else None))
+    write_output(file, report_page(report_runs, refresh_s=WATCH_S if live and is_live else None))
     return is_live

@@ -10,6 +10,7 @@ import typer
 
 from lorafusion_jax.cli.common import Json, ends_in, next_command
 from lorafusion_jax.errors import ConfigError, quoted
+from lorafusion_jax.files import write_output
 from lorafusion_jax.readable import DATA, read_text
 from lorafusion_jax.report.console import out, plain_table, say
 
@@ -71,9 +72,9 @@ def command(
     jobs = read_trace(_text(file), workers=workers, seed=seed, rates=rates, where=str(file))
     results = [simulate_cluster(jobs, workers, policy=name, rates=rates) for name in names]
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(replay_html(results, title=f"{file.name}: {len(jobs)} jobs on {gpus} GPUs"), encoding="utf-8")
+    write_output(to, replay_html(results, title=f"{file.name}: {len(jobs)} jobs on {gpus} GPUs"))
     plot = to.with_suffix(".svg")
-    plot.write_text(completion_svg(results), encoding="utf-8")
+    write_output(plot, completion_svg(results))
     if as_json:
         rows = {result.policy: result.summary() for result in results}
         print(json.dumps({"jobs": len(jobs), "gpus": gpus, "policies": rows, "files": [str(to), str(plot)]}))
@@ -92,7 +93,7 @@ def _write_example(file: Path, workers: list[Worker], seed: int, rates: Rates) -
         )
     file.parent.mkdir(parents=True, exist_ok=True)
     jobs = generate_trace("steady", jobs=EXAMPLE_JOBS, workers=workers, seed=seed, rates=rates)
-    file.write_text(write_trace(jobs), encoding="utf-8")
+    write_output(file, write_trace(jobs))
 
 
 def _text(trace: Path) -> str:

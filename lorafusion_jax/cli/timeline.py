@@ -11,6 +11,7 @@ import typer
 
 from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command
 from lorafusion_jax.errors import LoraFusionError, quoted
+from lorafusion_jax.files import write_output
 from lorafusion_jax.layout.extent import extents
 from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.format import better_layers, duration, percent
@@ -55,9 +56,9 @@ def command(
     kinds = ("measured",) if predicted is None else ("predicted", "measured")
     to.parent.mkdir(parents=True, exist_ok=True)
     if to.suffix == ".json":
-        to.write_text(json.dumps(to_perfetto(first, compare=second)), encoding="utf-8")
+        write_output(to, json.dumps(to_perfetto(first, compare=second)))
     else:
-        to.write_text(timeline_html(first, title=f"{run}: {' and '.join(kinds)}", compare=second), encoding="utf-8")
+        write_output(to, timeline_html(first, title=f"{run}: {' and '.join(kinds)}", compare=second))
     numbers = _numbers(measured) | comparison
     if (better_split := _find_move(run, measured)) is not None:
         numbers["better_layers"] = better_split._asdict()

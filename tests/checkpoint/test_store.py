@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import chex
@@ -15,7 +18,7 @@ from lorafusion_jax.checkpoint.saved_states import POSITION, checkpoint_damage, 
 from lorafusion_jax.checkpoint.store import ARRAYS, StateStore
 from lorafusion_jax.digests import find_damage, write_digests
 from lorafusion_jax.errors import RunError
-from lorafusion_jax.files import replace_text
+from lorafusion_jax.files import replace_text, write_output
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.session import AdapterState
 from lorafusion_jax.tensor_file import MANIFEST
@@ -101,3 +104,17 @@ def test_every_folder_that_is_made_is_on_the_disk(tmp_path, monkeypatch):
     synced.clear()
     replace_text(tmp_path / "note.txt", "x")
     assert synced == [tmp_path]
+
+
+def test_what_a_user_names_is_written_to_if_it_is_no_file(tmp_path):
+    """A file took the place of a pipe or a device: for root, of /dev/null."""
+    pipe, file = tmp_path / "pipe", tmp_path / "note.txt"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        text = reader.submit(pipe.read_text)
+        write_output(pipe, "through")
+        assert text.result(5) == "through"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    write_output(file, "old")
+    write_output(file, "new")
+    assert (file.read_text(), sorted(path.name for path in tmp_path.iterdir())) == ("new", ["note.txt", "pipe"])

@@ -428,6 +428,20 @@ def test_a_home_that_cannot_be_written_is_not_damaged(tmp_path, what):
     db.close()
 
 
+@pytest.mark.parametrize("what", ["disk I/O error", "database or disk is full"])
+def test_a_home_on_a_full_disk_is_not_damaged(tmp_path, monkeypatch, what):
+    """Its fix was to replace the database by an older copy."""
+
+    def fails(_):
+        raise OperationalError("PRAGMA quick_check", {}, sqlite3.OperationalError(what))
+
+    monkeypatch.setattr(Database, "_version", fails)
+    with pytest.raises(StoreError) as opened:
+        Database(tmp_path / "service.db")
+    assert (opened.value.code, opened.value.where) == ("store.no-space", str(tmp_path / "service.db"))
+    assert opened.value.fix.startswith("free some space")
+
+
 @pytest.mark.parametrize("where", [0, 100, 4096])
 def test_a_damaged_database_is_refused_with_its_fix(tmp_path, where):
     file = tmp_path / "service.db"

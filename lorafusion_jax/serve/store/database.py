@@ -29,6 +29,7 @@ WRITABLE = "make the folder of the home and the files in it writable for this us
 NO_DAMAGE = ("store.busy", "store.no-space", "store.not-writable")
 CAUSES = (
     ("full", "store.no-space", "free some space"),
+    ("disk I/O", "store.no-space", "free some space on the disk of the home; if it has some, the disk itself fails"),
     ("locked", "store.busy", "try again"),
     ("readonly", "store.not-writable", WRITABLE),
     ("unable to open", "store.not-writable", WRITABLE),
@@ -261,7 +262,7 @@ def _naming_damage(file: Path) -> Iterator[None]:
             yield
     except StoreError as problem:
         if problem.code in NO_DAMAGE:
-            raise
+            raise StoreError(problem.code, problem.what, where=str(file), why=problem.why, fix=problem.fix) from None
         raise _damaged(file, problem.why) from None
     except DatabaseError as problem:
         raise _damaged(file, str(problem.orig)) from None
