@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from lorafusion_jax.config.schema import AdapterConfig
@@ -19,7 +18,7 @@ from lorafusion_jax.data.assemble import mix64
 from lorafusion_jax.data.prepare import AdapterData, tokenizer_of
 from lorafusion_jax.data.rollouts import PromptRow, RolloutData, samples_of
 from lorafusion_jax.data.tokenizer import Tokenizer
-from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
 from lorafusion_jax.files import naming, replace_text
 from lorafusion_jax.generation.engine import ROWS, Request
 from lorafusion_jax.generation.sampling import Sampling
@@ -31,7 +30,7 @@ from lorafusion_jax.rollout.rewards import rewards_of
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
-from lorafusion_jax.training.text_samples import LiveGenerator
+from lorafusion_jax.training.text_samples import LiveGenerator, check_one_process
 
 ASKED, ANSWERED = "ask", "answer"
 SHOWN = 2  # answers of a batch that the run's events and its report have
@@ -65,9 +64,7 @@ class Rollouts:
         self._stored: dict[int, list[Drawn]] = {}
         if not any(data.rollout for data in job.prepared.adapters.values()):
             return
-        if jax.process_count() > 1:
-            message = "rollouts need a run of one process: tokens go from the last stage to the first."
-            raise ConfigError("config.rollout", message, fix="one process with all devices of a host")
+        check_one_process("config.rollout", "rollouts need", fix="one process with all devices of a host")
         for path in sorted(folder.glob("*.json")):
             self._stored[int(path.stem)] = _read(path)
         for slot, batches in self._stored.items():

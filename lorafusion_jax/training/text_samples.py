@@ -19,6 +19,17 @@ from lorafusion_jax.training.job import Job
 FIRST_TOKENS = 16  # of a sample that is learned from its first token on
 
 
+def check_one_process(code: str, subject: str, fix: str) -> None:
+    """Checks that a process has all stages, and can make text.
+
+    Raises:
+        ConfigError: `code`.
+    """
+    if jax.process_count() > 1:
+        message = f"{subject} a run of one process: tokens go from the last stage to the first."
+        raise ConfigError(code, message, fix=fix)
+
+
 class LiveGenerator:
     """The generator on a session's stages, with the weights that adapters have at each call."""
 
@@ -52,9 +63,9 @@ class TextSamples:
         self._settings = job.config.train
         if not self._settings.samples:
             return
-        if jax.process_count() > 1:
-            message = "train.samples needs a run of one process: tokens go from the last stage to the first."
-            raise ConfigError("train.samples", message, fix="train.samples: 0, and lorafusion generate RUN afterwards")
+        check_one_process(
+            "train.samples", "train.samples needs", fix="train.samples: 0, and lorafusion generate RUN afterwards"
+        )
 
     def generate(self, name: str, step: int, slots_done: int) -> None:
         """Generates the texts of one adapter."""

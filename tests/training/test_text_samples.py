@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 import small_jobs
 
 import lorafusion_jax as lf
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.training.evaluations import Scores
+from lorafusion_jax.training.text_samples import TextSamples
 
 PROMPTS = ["adapter base", "<b>kernel</b>"]
 
@@ -73,3 +79,20 @@ def shown(run: lf.Run, folder) -> dict:
     page = run.report().save(folder / "page.html").read_text()
     assert "<b>kernel" not in page
     return json.loads(page.partition("const data = ")[2].partition(";\n")[0])
+
+
+@pytest.mark.parametrize(
+    ("section", "make"),
+    [
+        ({"train": SimpleNamespace(samples=2)}, lambda job: TextSamples(job, None, print, None)),
+        (
+            {"adapters": [SimpleNamespace(eval=SimpleNamespace(score="score.py:short"))]},
+            lambda job: Scores(job, None, Path("rollouts"), None),
+        ),
+    ],
+    ids=["train.samples", "eval.score"],
+)
+def test_a_run_of_several_processes_makes_no_text(section, make, monkeypatch, request):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match=f"{request.node.callspec.id} needs a run of one process"):
+        make(SimpleNamespace(config=SimpleNamespace(**section)))
