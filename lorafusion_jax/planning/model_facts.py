@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.families.model import ModelConfig
@@ -28,10 +29,16 @@ class ModelFacts:
     Args:
         models: name of a base → its model.
         quantize: storage of the layers' projections, see `weights.table`.
+        places: by base, what adapters fit into that sessions have in memory, full or empty.
     """
 
-    def __init__(self, models: Mapping[str, ModelConfig], quantize: str = NONE):
-        self._models, self._quantize = dict(models), quantize
+    def __init__(
+        self,
+        models: Mapping[str, ModelConfig],
+        quantize: str = NONE,
+        places: Mapping[str, Sequence[AdapterSpec]] = MappingProxyType({}),
+    ):
+        self._models, self._quantize, self._places = dict(models), quantize, places
         self._fullest = cache(self._fullest_stage)
 
     def stage_costs(self, job: Job, device: str, num_stages: int, recompute: bool) -> CostModel:
@@ -51,9 +58,11 @@ class ModelFacts:
         return StageBytes(fixed=many - MANY * token, token=token)
 
     def trainable_bytes(self, job: Job, num_stages: int) -> float:
-        """Bytes of the job's weights, gradient and optimizer state on the stage that has most of them."""
+        """Bytes of the job's weights, gradient and optimizer state on the stage that has most of them; 0 in a place."""
         if self._is_uncut(job, num_stages):
             return TOO_MUCH
+        if any(job.rank <= spec.rank for spec in self._places.get(job.base_name, ())):
+            return 0.0
         spec = _spec(job, self._models[job.base_name])
         stages = stage_memory(self._problem(job.base_name, num_stages, "gemm_inputs", FEW, (spec,)))
         return max(stage.adapters + stage.sums + stage.optimizers for stage in stages)
@@ -62,19 +71,22 @@ class ModelFacts:
         return num_stages > 1 and self._models[job.base_name].crossing is not None
 
     def _fullest_stage(self, base: str, num_stages: int, remat: RematPolicy, tokens: int) -> int:
-        """Bytes without the weights that train; the working memory is that of an adapter of rank 16 on everything."""
+        """Bytes with the places, if there are any; else without the weights that train, and with the working memory of
+        an adapter of rank 16 on everything."""
         model = self._models[base]
+        if places := self._places.get(base):
+            return max(stage.total for stage in stage_memory(self._problem(base, num_stages, remat, tokens, places)))
         spec = AdapterSpec(name="typical", rank=16, alpha=16.0, targets=model.targets)
         stages = stage_memory(self._problem(base, num_stages, remat, tokens, (spec,)))
         return max(stage.total - stage.adapters - stage.sums - stage.optimizers for stage in stages)
 
     def _problem(
-        self, base: str, num_stages: int, remat: RematPolicy, tokens: int, adapters: tuple[AdapterSpec, ...]
+        self, base: str, num_stages: int, remat: RematPolicy, tokens: int, adapters: Sequence[AdapterSpec]
     ) -> MemoryProblem:
         model = self._models[base]
         return MemoryProblem(
             model=model,
-            adapters=adapters,
+            adapters=tuple(adapters),
             optimizers=(OPTIMIZER,) * len(adapters),
             layers=stage_layers(model, num_stages),
             capacity_tokens=tokens,

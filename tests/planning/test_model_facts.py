@@ -54,6 +54,17 @@ def test_bytes_are_those_of_the_memory_plan(stages, quantize):
     assert counted == pytest.approx(planned, rel=0.02)  # a straight line in the tokens; programs have steps
 
 
+def test_places_take_memory_whoever_is_in_them():
+    places = [AdapterSpec(name=f"place-{number}", rank=32, alpha=32.0) for number in range(6)]
+    facts, small = ModelFacts({"tall": PLAIN}, places={"tall": places}), job(shape_of(PLAIN, "tall"), rank=24)
+    problem = MemoryProblem(model=PLAIN, adapters=tuple(places), optimizers=("adamw",) * 6,
+                            layers=stage_layers(PLAIN, 1), capacity_tokens=4096, remat="nothing")  # fmt: skip
+    (stage,) = stage_memory(problem)
+    assert facts.trainable_bytes(small, 1) == 0
+    assert facts.stage_bytes(small, 1, True).total(4096, 0) == pytest.approx(stage.total, rel=0.02)
+    assert facts.trainable_bytes(job(small.base, rank=64), 1) > 0  # its session gets a larger place
+
+
 def test_a_plain_decoder_is_known_by_its_sizes_as_well():
     """The table of sizes and the model agree in time, and within a tenth in room."""
     law = job(shape_of(PLAIN, "tall"))

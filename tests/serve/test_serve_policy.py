@@ -197,16 +197,18 @@ def test_a_changed_priority_and_weight_reach_the_policy(tmp_path, tiny_base):
     ("options", "fits", "capacity"),
     [
         ({"base": {"quantize": "nf4"}}, True, 4736),
+        ({"base": {"quantize": "nf4"}, "places": {64: 16}}, False, 4736),
         ({"memory_gib": 79.0, "device": "h100"}, False, 4736),
         ({"batch": {"capacity_tokens": [1000, 2000]}}, False, 2048),
     ],
 )
 def test_a_policy_plans_with_the_settings_of_sessions(options, fits, capacity, tmp_path):
-    """A 70B fits on one GPU in four bits only, and sessions have the capacity that was given."""
+    """A 70B fits on one GPU in four bits, with few places, and sessions have the capacity that was given."""
     base = write_base(tmp_path / "tall", {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336})
     large = write_base(tmp_path / "large", {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672})
     bases = {"tall": base, "large": large}
-    scheduler = PolicyScheduler(Settings(home=tmp_path, bases=bases, places={4: 2}, policy="ours", **options), "ours")
+    options = {"places": {4: 2}, "policy": "ours"} | options
+    scheduler = PolicyScheduler(Settings(home=tmp_path, bases=bases, **options), "ours")
     spec = {"data": {}, "lora": {"rank": 4}, "batch": {"global_samples": 64}}
     job = {"id": "law", "owner": "ana", "base": "tall", "spec": spec, "lengths": [600, 200, 900], "rank": 4, "step": 0}
     job |= {"steps": 9, "weight": 1.0, "priority": 0, "created": None, "queued": None, "state": "queued"}

@@ -10,8 +10,11 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.places import Places, class_name
-from lorafusion_jax.config.run_sections import BatchSettings
+from lorafusion_jax.config.run_sections import BaseSettings, BatchSettings, MeshSettings, TrainSettings
+from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import session_config
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.model_facts import ModelFacts
 from lorafusion_jax.serve.control.scheduler import Configuration, plan_of_row
@@ -294,9 +297,14 @@ class PolicyScheduler:
 
 def _rates(settings: Settings, models: Mapping[str, ModelConfig]) -> Rates:
     """Rates of sessions with these settings."""
-    largest = BatchSettings.model_validate(settings.batch).largest
-    capacities = [-(-largest // TILE) * TILE] if "capacity_tokens" in settings.batch else None
-    return Rates(capacities=capacities, facts=ModelFacts(models, settings.base.get("quantize", NONE)))
+    places, batch = Places.of(settings.places), BatchSettings.model_validate(settings.batch)
+    capacities = [-(-batch.largest // TILE) * TILE] if "capacity_tokens" in settings.batch else None
+    specs: dict[str, list[AdapterSpec]] = {}
+    for name, folder in settings.bases.items():
+        base = BaseSettings.model_validate({**settings.base, "model": str(folder)})
+        session = session_config(base, MeshSettings(), places, batch=batch, train=TrainSettings(), directory="")
+        specs[name] = adapter_specs(session)
+    return Rates(capacities=capacities, facts=ModelFacts(models, settings.base.get("quantize", NONE), specs))
 
 
 def _asks(row: Row) -> tuple[float, int, float | None]:
