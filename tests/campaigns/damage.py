@@ -118,6 +118,8 @@ def main() -> int:
     parser.add_argument("--resumes", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if missing := [str(folder) for folder in arguments.folders if not folder.is_dir()]:
+        parser.error(f"there is no folder {', '.join(missing)}")
     counts: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
     for folder in arguments.folders if arguments.flips + arguments.cuts else ():
         kind = "run" if (folder / "plan.json").exists() else "exported adapter"
