@@ -47,6 +47,27 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row.get("time", 0), int | float) else None
 
 
+def with_crc(text: str) -> str:
+    """Adds a line with the CRC of a text.
+
+    >>> without_crc(with_crc("[1, 2]"))
+    '[1, 2]'
+    """
+    return f"{text}\n{zlib.crc32(text.encode()):08x}\n"
+
+
+def without_crc(text: str) -> str:
+    """Returns a text without the line of its CRC; one of an earlier version has none.
+
+    Raises:
+        ValueError: the CRC is that of another text.
+    """
+    plain, mark, digest = text.rstrip("\n").rpartition("\n")
+    if mark and digest != f"{zlib.crc32(plain.encode()):08x}":
+        raise ValueError("its last line is the CRC of another content")
+    return plain if mark else text
+
+
 def is_unchanged(line: bytes) -> bool:
     """Whether a line matches its CRC or has none."""
     plain, mark, digest = line.rpartition(CRC)

@@ -48,6 +48,18 @@ def write_references(
     return noted
 
 
+def reference_damage(run: Path, record: Mapping[str, Any]) -> list[str]:
+    """Lists the files that are not as run.json records them."""
+    damage = []
+    for name, noted in record.get(KEY, {}).items():
+        file = reference_file(run, name)
+        if not file.is_file():
+            damage.append(f"{KEY}/{file.name}: it is missing")
+        elif _digest(file) != noted.get("digest"):
+            damage.append(f"{KEY}/{file.name}: its content differs from its digest")
+    return damage
+
+
 def read_reference(
     run: Path, record: Mapping[str, Any], name: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> dict[str, np.ndarray]:

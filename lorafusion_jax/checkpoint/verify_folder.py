@@ -10,14 +10,17 @@ from pathlib import Path
 from lorafusion_jax import digests
 from lorafusion_jax.checkpoint.begun_folder import read_start
 from lorafusion_jax.checkpoint.folder import CONFIG, TIMELINE, RunFolder, no_run
+from lorafusion_jax.checkpoint.references import KEY as REFERENCES
+from lorafusion_jax.checkpoint.references import reference_damage
 from lorafusion_jax.checkpoint.requests import FOLDER as REQUESTS
 from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.checkpoint.saved_states import checkpoint_damage, slots_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
-from lorafusion_jax.log_file import damaged_lines, read_rows
-from lorafusion_jax.readable import PLAN, RECORD, check_regular, read_bytes
+from lorafusion_jax.log_file import damaged_lines, read_rows, without_crc
+from lorafusion_jax.readable import PLAN, RECORD, check_regular, read_bytes, read_text
 
 LOGS = ("metrics.jsonl", "events.jsonl")
+ROLLOUTS = "rollouts"
 RUN_FILES = ("plan.json", "run.json", CONFIG)
 SHOWN = 8  # line numbers that a finding names
 
@@ -57,7 +60,15 @@ def verify_folder(path: Path) -> list[FileCheck]:
             fix="lorafusion verify RUN, or a folder that lorafusion export wrote",
         )
     folder = RunFolder(path)
-    return [*_run_files(folder), *_logs(folder), *_states(path), *_adapters(path), *_other_files(path)]
+    files = (
+        *_run_files(folder),
+        *_logs(folder),
+        *_states(path),
+        *_adapters(path),
+        *_references(folder),
+        *_rollouts(path),
+    )
+    return [*files, *_other_files(path)]
 
 
 def _run_files(folder: RunFolder) -> Iterator[FileCheck]:
@@ -135,6 +146,27 @@ def _adapters(path: Path) -> Iterator[FileCheck]:
             yield FileCheck(name=name, damage=(f"{name}: it points to no folder",))
 
 
+def _references(folder: RunFolder) -> Iterator[FileCheck]:
+    try:
+        record = folder.read_record()
+    except LoraFusionError:  # `_run_files` says so
+        return
+    if count := len(record.get(REFERENCES, {})):
+        yield FileCheck(name=REFERENCES, files=count, damage=tuple(reference_damage(folder.path, record)))
+
+
+def _rollouts(path: Path) -> Iterator[FileCheck]:
+    """Yields what was drawn: a run that is resumed trains on it."""
+    damage, files = [], sorted(path.glob(f"{ROLLOUTS}/*.json"))
+    for file in files:
+        try:
+            without_crc(read_text(file, RECORD))
+        except (OSError, ValueError) as problem:
+            damage.append(f"{ROLLOUTS}/{file.name}: {problem}")
+    if files:
+        yield FileCheck(name=ROLLOUTS, files=len(files), damage=tuple(damage))
+
+
 def _with_digests(folder: Path, name: str, damage: list[str] | None = None) -> FileCheck:
     if not digests.has_digests(folder):
         return FileCheck(name=name, files=0, damage=tuple(damage or [f"{name}/{digests.FILE}: it is missing"]))
@@ -148,7 +180,7 @@ def _other_files(path: Path) -> Iterator[FileCheck]:
     """Yields files that no result depends on, and temporary files of killed processes."""
     is_written = bool(held_by(path).get("alive"))
     half = "the run is writing it" if is_written else "left by a killed process: resume removes it"
-    names = {*RUN_FILES, *LOGS, TIMELINE, REQUESTS, "state", "adapters"}
+    names = {*RUN_FILES, *LOGS, TIMELINE, REQUESTS, REFERENCES, ROLLOUTS, "state", "adapters"}
     for child in sorted(path.iterdir()):
         if child.name not in names:
             note = half if child.name.startswith(".") else "no result needs it"

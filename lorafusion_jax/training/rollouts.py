@@ -22,6 +22,7 @@ from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
 from lorafusion_jax.files import naming, replace_text
 from lorafusion_jax.generation.engine import ROWS, Request
 from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.log_file import with_crc, without_crc
 from lorafusion_jax.report.console import shown_prompt
 from lorafusion_jax.report.events import AdapterSampled, Listener, PhaseBegun
 from lorafusion_jax.rollout.drawn import Drawn, Turns
@@ -92,7 +93,7 @@ class Rollouts:
             self._emit(PhaseBegun(slot=slot, text=f"{', '.join(name for name, _, _ in keys)} sample"))
             stored = self._draw_each(keys, slot)
             self._folder.mkdir(exist_ok=True)
-            replace_text(self._path(slot), json.dumps([batch.row() for batch in stored]))
+            replace_text(self._path(slot), with_crc(json.dumps([batch.row() for batch in stored])))
             self._stored[slot] = stored
         for batch in stored:
             self._fill(batch)
@@ -358,7 +359,7 @@ def _read(path: Path) -> list[Drawn]:
     """
     try:
         with naming(path):
-            return [Drawn.of(row) for row in json.loads(path.read_text(encoding="utf-8"))]
+            return [Drawn.of(row) for row in json.loads(without_crc(path.read_text(encoding="utf-8")))]
     except (ValueError, TypeError, KeyError, AttributeError) as problem:
         raise CheckpointError(
             "rollout.damaged",

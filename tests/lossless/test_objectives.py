@@ -16,6 +16,7 @@ from more_cases import nightly
 from safetensors.numpy import load_file
 
 from lorafusion_jax.checkpoint.requests import write_addition
+from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import read_joining
@@ -194,6 +195,11 @@ def test_resumed_run_is_the_unbroken_one(joint, job, tmp_path):
         assert steps(tmp_path / "cut", name) == steps(whole, name)
         for key, wanted in weights(whole, name).items():
             np.testing.assert_array_equal(weights(tmp_path / "cut", name)[key], wanted)
+    assert not any(check.damage for check in verify_folder(whole))
+    file = whole / "references" / "dpo.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    (damaged,) = (check for check in verify_folder(whole) if check.damage)
+    assert damaged.damage == ("references/dpo.safetensors: its content differs from its digest",)
 
 
 @contextmanager

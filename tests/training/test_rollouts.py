@@ -12,8 +12,9 @@ from small_jobs import exported, largest_difference, write_job, write_rows
 import lorafusion_jax as lf
 from benchmarks.saved_model import load_decoder
 from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.log_file import read_rows, without_crc
 from lorafusion_jax.objective.choose import choose
 from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.report.events import SlotDone
@@ -150,7 +151,7 @@ def test_adapters_train_on_what_they_sample_beside_others(together):
 
 def test_a_tool_speaks_between_the_answers(together):
     folder = sorted((together.folder / "rollouts").glob("*.json"))[0]
-    (rloo,) = [batch for batch in json.loads(folder.read_text()) if batch["adapter"] == "rloo"]
+    (rloo,) = [batch for batch in json.loads(without_crc(folder.read_text())) if batch["adapter"] == "rloo"]
     for answer in rloo["answers"]:
         assert len(answer["texts"]) == 2
         said = [token for token, learned in zip(answer["tokens"], answer["learned"], strict=True) if not learned]
@@ -228,7 +229,7 @@ def test_a_reward_adapter_judges_answers(train, folder, tiny_base):
     (prompt,) = prepare(RunFolder(alone.folder).read_config()).adapters["policy"].rollout.prompts
     for result, weight, batches in ((run, 1, {3}), (alone, 2, {2, 3})):  # the judge of the run has one step
         files = sorted((result.folder / "rollouts").glob("*.json"))
-        drawn = {batch["batch"]: batch for file in files for batch in json.loads(file.read_text())}
+        drawn = {batch["batch"]: batch for file in files for batch in json.loads(without_crc(file.read_text()))}
         assert batches <= set(drawn)  # since the oldest checkpoint
         for number in batches:
             for answer in drawn[number]["answers"]:
@@ -275,6 +276,19 @@ def test_answers_that_are_gone_are_not_drawn_again_in_the_middle_of_a_batch(kill
     folder = shutil.copytree(killed, tmp_path / "run", symlinks=True)
     shutil.rmtree(folder / "rollouts")
     with pytest.raises(lf.LoraFusionError, match=r"rollout\.missing"):
+        lf.resume(folder, progress=False)
+
+
+def test_a_changed_answer_is_not_trained(killed, tmp_path):
+    folder = shutil.copytree(killed, tmp_path / "run", symlinks=True)
+    assert not any(check.damage for check in verify_folder(folder))
+    file = sorted((folder / "rollouts").glob("*.json"))[-1]
+    text = file.read_text()
+    at = text.index('"tokens": [') + len('"tokens": [')
+    file.write_text(f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}")
+    (damaged,) = [check for check in verify_folder(folder) if check.damage]
+    assert file.name in damaged.damage[0]
+    with pytest.raises(lf.LoraFusionError, match=r"rollout\.damaged"):
         lf.resume(folder, progress=False)
 
 
