@@ -401,5 +401,5 @@ def test_messages_in_a_text_are_json(column, messages):
 
 def test_a_base_that_devices_share_makes_no_text():
     stage = SimpleNamespace(parts=SimpleNamespace(tensor=2, model=None))
-    with pytest.raises(RunError, match=r"generate\.tensor.*2 devices share each layer.*\n.*mesh\.tensor: 1"):
+    with pytest.raises(RunError, match=r"(?s)generate\.tensor.*2 devices share each layer.*fix: mesh\.tensor: 1"):
         Generator([stage])
