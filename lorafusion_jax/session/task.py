@@ -48,6 +48,7 @@ class AdapterProgress:
         compared: step of successive halving → result, None for one that is not finite.
         passed: the last comparison with others it took part in: a step, or under `halving.first_share` a number.
         late: whether it came to a comparison after the others; then nobody waits for it.
+        extended: whether it goes on by request after an early stop; then no comparison stops it.
     """
 
     name: str
@@ -62,6 +63,7 @@ class AdapterProgress:
     compared: dict[str, float | None] = field(default_factory=dict)
     passed: int = 0
     late: bool = False
+    extended: bool = False
 
     @property
     def stop_pending(self) -> bool:
@@ -94,7 +96,7 @@ class AdapterProgress:
 
     def extend(self, num_steps: int) -> None:
         """Goes on to more steps, also after the last one that was planned or after an early stop."""
-        self.num_steps, self.status = num_steps, "running"
+        self.num_steps, self.status, self.extended = num_steps, "running", self.extended or bool(self.stop)
         self.stop, self.reason, self.stale = "", "", 0
 
 

@@ -65,7 +65,8 @@ class Selection:
         for mark in halving.marks(max(adapter.num_steps for adapter in group)):
             steps = {adapter.name: halving.step_of(mark, adapter.num_steps) for adapter in group}
             newest = max(adapter.passed for adapter in group)
-            waits_for = [a for a in group if a.status == "running" and not a.stop and not a.late and a.passed >= newest]
+            running = [a for a in group if a.status == "running" and not a.stop]
+            waits_for = [a for a in running if not (a.late or a.extended) and a.passed >= newest]
             if mark > newest and any(a.step < steps[a.name] <= a.num_steps for a in waits_for):
                 return
             for adapter in group:
@@ -84,7 +85,8 @@ class Selection:
                 continue
             step = steps[adapter.name]
             adapter.passed = mark
-            if position > keep and adapter.status == "running" and step < adapter.num_steps:
+            ends = adapter.status == "running" and not adapter.extended and step < adapter.num_steps
+            if position > keep and ends:
                 result = f"{settings.metric} {_number(results[adapter.name])}"
                 adapter.stop = (
                     f"halved at step {step} of {adapter.num_steps}: {result} is number {position} of {len(ranked)}"

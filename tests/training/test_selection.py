@@ -78,3 +78,12 @@ def test_who_goes_on_after_a_pause_is_late_as_well(search):
     search.adapters["b"].status = "running"
     search.train(6, "b")
     assert search.ended()["b"] == "halved at step 6 of 24"
+
+
+def test_who_is_extended_after_an_early_end_trains_on(search):
+    search.train(6, "a", "b")
+    search.adapters["c"].extend(STEPS)
+    search.train(6, "c")
+    search.train(12, "a")
+    search.train(12, "c")
+    assert search.ended().keys() == {"d", "b"}
