@@ -24,8 +24,10 @@ MAY_CHANGE = (
     "train.parts",
     "train.on_failed",
     "base.cache_quantized",
+    "train.log_every_s",
     "save",
     "handover",
+    "report",
 )
 
 PLACES = ("directory", "base.model", "base.revision", "report.", "train.log_every_s")
@@ -153,7 +155,8 @@ def _may_change(key: str) -> bool:
 
 
 def _not_changeable(key: str, value: str, config: JobConfig) -> ConfigError:
-    accepted = f"start a new run with lorafusion train; resume accepts {', '.join(MAY_CHANGE[:-1])} and save.*"
+    accepted_keys = [key if "." in key else f"{key}.*" for key in MAY_CHANGE]
+    accepted = f"start a new run with lorafusion train; resume accepts {', '.join(accepted_keys)}"
     longer = key.rpartition(".")[2] in LENGTHS
     of_adapters = [f"adapters.{adapter.name}.{key}" for adapter in config.adapters]
     run = flat_settings(config)

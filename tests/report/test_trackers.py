@@ -20,6 +20,7 @@ from lorafusion_jax.errors import ConfigError, LoraFusionError, install_line
 from lorafusion_jax.report.events import AdapterEvaluated, PhaseBegun, RunStarted, SlotDone, StateSaved, StepTaken
 from lorafusion_jax.report.trackers import missing_packages, trackers
 from lorafusion_jax.report.trackers.series import scalars
+from lorafusion_jax.training.relayout import apply_resume_overrides
 
 STEP = StepTaken(slot=9, adapter="law", step=3, loss=1.5, grad_norm=0.5, lr=1e-4, loss_tokens=7)
 OTHER = replace(STEP, adapter="tax", loss=2.5)
@@ -87,10 +88,14 @@ def send(config, folder, *events):
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_missing_package_is_an_error_with_the_command_that_installs_it(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, PACKAGES[name], None)  # import fails, whatever is installed
-    with pytest.raises(ConfigError) as caught, trackers(job(**{name: ENABLED[name]}), tmp_path):
+    config = job(**{name: ENABLED[name]})
+    with pytest.raises(ConfigError) as caught, trackers(config, tmp_path):
         pass
     assert caught.value.code == "report.missing-package"
-    assert install_line(name) in str(caught.value)
+    command, _, setting = caught.value.fix.partition("   or without it: ")
+    assert command == install_line(name)
+    with trackers(apply_resume_overrides(config, [setting]), tmp_path) as listeners:  # also of a run that began with it
+        assert listeners == []
 
 
 def test_all_missing_packages_are_named_at_once(tmp_path, monkeypatch):

@@ -44,7 +44,9 @@ def trackers(config: JobConfig, folder: Path) -> Iterator[list[Listener]]:
         try:
             packages[name] = import_module(TRACKERS[name][0])
         except ImportError:
-            problems.append(ConfigError("report.missing-package", f"{_lacks(name)}.", fix=install_line(name)))
+            off = "false" if getattr(config.report, name) is True else "null"
+            fix = f"{install_line(name)}   or without it: report.{name}={off}"
+            problems.append(ConfigError("report.missing-package", f"{_lacks(name)}.", fix=fix))
     raise_all(problems)
     opened = {name: TRACKERS[name][1](packages[name], getattr(config.report, name), folder) for name in chosen}
     listeners = [_Guarded(name, tracker, config) for name, tracker in opened.items()]
