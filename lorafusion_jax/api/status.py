@@ -19,7 +19,7 @@ from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.console import most_telling, plain_table
 from lorafusion_jax.report.early_stops import EarlyStops, early_stops
-from lorafusion_jax.report.format import count, duration, exact, layout, loss_text, omissions, waits
+from lorafusion_jax.report.format import count, duration, exact, last_result, layout, loss_text, omissions, waits
 from lorafusion_jax.report.ranking import Measure, Ranking, measures_of, rank
 from lorafusion_jax.report.summary import got_worse, rates, read_summary
 
@@ -47,6 +47,7 @@ def run_numbers(run: Path) -> dict:
             "step": numbers.get("step") or 0,
             "steps": job.num_batches,
             "loss": numbers.get("loss"),
+            "reward": numbers.get("reward"),
             "held_out_before": numbers.get("before"),
             "held_out_after": numbers.get("after"),
             "eta_s": (last.get("adapter_eta_s") or {}).get(job.name),
@@ -242,7 +243,7 @@ def status_screen(numbers: dict) -> Group:
         return Group(head)
     rows, omission = most_telling(numbers["adapters"], lambda row: (bool(row["reason"]), row["status"] == "running"))
     for name, row in rows.items():
-        losses = [loss_text(row[key]) for key in ("loss", "held_out_before", "held_out_after")]
+        losses = [last_result(row), loss_text(row["held_out_before"]), loss_text(row["held_out_after"])]
         has_eta = row["status"] == "running" and row["eta_s"] is not None and not starting
         eta = f"{duration(row['eta_s'])}" if has_eta else "–"
         # What has not ended is as the run is: nobody trains in one that was interrupted.

@@ -17,7 +17,7 @@ from lorafusion_jax.readable import PLAN, read_text
 from lorafusion_jax.report.console import errors_to, plain_table, say
 from lorafusion_jax.report.early_stops import early_stops
 from lorafusion_jax.report.events import Listener
-from lorafusion_jax.report.format import duration, exact, loss_text
+from lorafusion_jax.report.format import duration, exact, last_result, loss_text
 from lorafusion_jax.report.measured import reference_share
 from lorafusion_jax.report.ranking import adapter_to_export, measures_of, rank
 from lorafusion_jax.report.summary import final_rows, got_worse, throughput
@@ -93,7 +93,7 @@ def show_result(console: Console, result: RunResult) -> None:
             name,
             f"[{COLOURS[adapter.status]}]{adapter.status}[/]",
             f"{exact(adapter.step)}/{exact(adapter.num_steps)}",
-            loss_text(row.get("loss")),
+            last_result(row),
             loss_text(row.get("before")),
             loss_text(row.get("after")),
         )

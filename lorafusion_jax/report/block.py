@@ -11,7 +11,7 @@ import numpy as np
 from rich.text import Text
 
 from lorafusion_jax.report.events import SlotDone
-from lorafusion_jax.report.format import count, duration, exact, loss_text, omissions, percent, rate, waits
+from lorafusion_jax.report.format import count, duration, exact, last_result, loss_text, omissions, percent, rate, waits
 
 COLUMNS = ("steps", "share", "loss", "metrics", "gnorm", "lr", "held-out", "speed", "eta")
 DROPPED_FIRST = ("gnorm", "lr", "share", "metrics", "held-out", "speed")  # where the terminal is too narrow for all
@@ -138,9 +138,9 @@ def _plain(row: Row) -> str:
 
 
 def _result(row: Row) -> str:
-    """What a step says of an adapter: its reward, whose loss is near 0 at every step, or else its loss."""
-    if (reward := row.metrics.get("reward")) is not None:
-        return f"reward {loss_text(reward, 3)}"
+    """What a step says of an adapter."""
+    if row.metrics.get("reward") is not None:
+        return last_result(row.metrics)
     return "" if row.loss is None else f"loss {loss_text(row.loss, 3)}"
 
 

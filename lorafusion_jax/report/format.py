@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def count(number: float) -> str:
@@ -81,6 +82,16 @@ def loss_text(value: float | None, digits: int = 4) -> str:
     ('3.1767', '0.0000', '-0.250', '–')
     """
     return "–" if value is None else f"{value:z.{digits}f}"
+
+
+def last_result(numbers: Mapping[str, Any]) -> str:
+    """Formats an adapter's last loss, or its last reward where it has one: the loss is then near 0 at every step.
+
+    >>> last_result({"loss": 2.5}), last_result({"loss": 0.0, "reward": 0.71875})
+    ('2.5000', 'reward 0.719')
+    """
+    reward = numbers.get("reward")
+    return loss_text(numbers.get("loss")) if reward is None else f"reward {loss_text(reward, 3)}"
 
 
 def layout(mesh: Mapping[str, int], layers: Sequence[int | float], remat: str) -> str:

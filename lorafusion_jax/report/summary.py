@@ -23,8 +23,8 @@ class MetricsSummary:
     """Summary of metrics.jsonl.
 
     Attributes:
-        adapters: per adapter its last training loss, held-out loss before training and at the end, last step, and
-            under "evaluated" all that its newest evaluation says.
+        adapters: per adapter its last training loss and reward, held-out loss before training and at the end, last
+            step, and under "evaluated" all that its newest evaluation says.
         slots: the newest rows of kind "slot", oldest first.
         slot: number of slots of the plan that are done.
         time: time of the newest row.
@@ -69,7 +69,7 @@ def _take(summary: MetricsSummary, row: dict) -> None:
         return
     numbers = summary.adapters.setdefault(row["adapter"], {}) if "adapter" in row else {}
     if row["kind"] == "step":
-        numbers |= {key: row.get(key) for key in ("loss", "step", "lr", "grad_norm")}
+        numbers |= {key: row.get(key) for key in ("loss", "step", "lr", "grad_norm", "reward")}
     elif row["kind"] == "eval":
         when = "before" if row["step"] == 0 else "after"
         numbers |= {when: row.get("eval_loss"), f"accuracy {when}": row.get("eval_rewards/accuracies")}

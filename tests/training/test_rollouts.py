@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -13,6 +14,7 @@ import lorafusion_jax as lf
 from benchmarks.saved_model import load_decoder
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
+from lorafusion_jax.cli.main import run as run_command
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.log_file import read_rows, without_crc
 from lorafusion_jax.objective.choose import choose
@@ -302,6 +304,15 @@ def test_verify_refuses_by_name_and_extensions_keep_the_prompts(together):
     assert data.rollout is prepared.adapters["ppo"].rollout
     assert len(data.order) == len(prepared.adapters["ppo"].order) + 16  # an epoch of four prompts, four answers each
     assert (data.order.reshape(-1, 4) == data.order[::4, None]).all()
+
+
+def test_the_status_shows_the_last_reward(together, capsys):
+    """The loss of such an adapter is near 0 at every step."""
+    assert run_command(["status", str(together.folder)]) == 0
+    shown = capsys.readouterr().out
+    for name in ("ppo", "rloo"):
+        assert re.search(rf"{name} .* reward {steps_of(together, name)[-1]['reward']:.3f} ", shown)
+    assert not re.search(r"sft .* reward", shown)
 
 
 def test_the_report_shows_answers(together, tmp_path):
