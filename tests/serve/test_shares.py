@@ -253,7 +253,7 @@ def test_who_needs_a_smaller_place_moves_when_a_larger_one_is_waited_for(tmp_pat
     waiting = next(row for row in session.rows if row["id"] == small)
     holds = session.scheduler.full(waiting | {"state": "queued"}, session.rows, Limits())
     assert holds == "all 3 places that hold lora of rank 8 are taken"
-    another = {"rank": 20, "owner": "cem", "spec": waiting["spec"]}
+    another = {"rank": 20, "owner": "cem", "base": "tiny", "spec": waiting["spec"]}
     assert session.scheduler.full(another, session.rows, Limits()) == (
         "the only place that holds lora of rank 20 is taken"
     )
@@ -280,6 +280,21 @@ def test_a_waiting_job_knows_its_turn(tmp_path):
     assert [row["id"] for row in order].index(bob) == 0
     waiting = next(row for row in session.rows if row["id"] == bob)
     assert session.scheduler.full(waiting, session.rows, Limits()) == "all 4 places that hold lora of rank 16 are taken"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"rank": 17}, "no place of this service holds lora of rank 17: start it with --places lora:17:1"),
+        ({"base": "huge"}, "this service has no base huge: start it with --base huge=FOLDER"),
+    ],
+)
+def test_a_job_of_an_earlier_service_says_what_this_one_lacks(tmp_path, change, why):
+    """Its places and bases may be other ones."""
+    session = Session(tmp_path)
+    session.submit("ann", 100)
+    waiting = session.rows[0] | change
+    assert session.scheduler.full(waiting, [waiting], Limits()) == why
 
 
 def test_a_decision_among_ten_thousand_waiting_jobs_looks_at_few(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import session_config
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.model_facts import ModelFacts
-from lorafusion_jax.serve.control.scheduler import Configuration, plan_of_row
+from lorafusion_jax.serve.control.scheduler import Configuration, no_base, plan_of_row
 from lorafusion_jax.serve.control.session import LOCAL, SessionPlan
 from lorafusion_jax.serve.control.spec import kind_of
 from lorafusion_jax.serve.settings import Settings
@@ -224,6 +224,8 @@ class PolicyScheduler:
         return [row for row in rows if row["state"] == "queued"]
 
     def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
+        if why := no_base(row["base"], self._shapes):
+            return why
         groups = [*self._cluster.groups.values()]
         busy_gpus = sum(len(group.gpus) for group in groups if group.members)
         gpus = sum(worker.gpus for worker in self._workers if worker.name not in self._cluster.down)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,7 +103,7 @@ class OneSession:
         return self._shares.order(rows, limits)
 
     def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
-        return self._shares.full(row, rows, limits)
+        return no_base(row["base"], [self._plan.base]) or self._shares.full(row, rows, limits)
 
     def refuses(self, row: Row) -> str:
         del row
@@ -111,6 +111,11 @@ class OneSession:
 
     def adopt(self, rows: Sequence[Mapping[str, Any]], jobs: Sequence[Row]) -> None:
         del rows, jobs
+
+
+def no_base(base: str, served: Collection[str]) -> str:
+    """What a job waits for whose base a later server does not have; empty if it has."""
+    return "" if base in served else f"this service has no base {base}: start it with --base {base}=FOLDER"
 
 
 def plan_of_row(row: Mapping[str, Any]) -> SessionPlan:

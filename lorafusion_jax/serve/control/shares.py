@@ -100,6 +100,8 @@ class Shares:
             return "a place is free: it starts now, unless others go first"
         kind, rank = kind_of(row["spec"]), row["rank"]
         count = self.layout.count(kind, rank)
+        if not count:
+            return f"no place of this service holds {kind} of rank {rank}: start it with --places {kind}:{rank}:1"
         if count == 1:
             return f"the only place that holds {kind} of rank {rank} is taken"
         return f"all {count} places that hold {kind} of rank {rank} are taken"
