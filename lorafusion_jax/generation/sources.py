@@ -148,10 +148,13 @@ def _of_run(
 
 
 def _of_folder(folder: Path, base: str | Path | None) -> Source:
-    described = describe_folder(folder)
-    name, quantize = folder.resolve().name, read_config(folder).get("base_quantize", NONE)
-    run = RunFolder(folder.resolve().parents[2])  # RUN/adapters/NAME/step-000010
-    if base is None and (run.path / CONFIG).is_file() and run.latest(folder.resolve().parent.name) is not None:
+    described, quantize = describe_folder(folder), read_config(folder).get("base_quantize", NONE)
+    step_folder = folder.resolve()
+    of_adapter = step_folder.parent  # RUN/adapters/NAME of RUN/adapters/NAME/step-000010
+    run = RunFolder(of_adapter.parent.parent)
+    is_of_run = (run.path / CONFIG).is_file() and run.latest(of_adapter.name) is not None
+    name = of_adapter.name if is_of_run else step_folder.name
+    if base is None and is_of_run:
         base = base_directory(run.read_config())
     if base is None and not described.base:
         message = f"{folder / CONFIG_FILE} does not name the adapter's base model."

@@ -86,8 +86,12 @@ class AdapterState:
         Raises:
             CheckpointError: `state.damaged`; see `read_files`.
         """
-        files = [f"{folder.parent.name}/{folder.name}/{name}" for name in (TENSORS, NOTE)]
-        damage = find_damage(folder) if has_digests(folder) else find_damage(folder.parents[1], files)
+        of_slot = folder.absolute().parent.parent  # state/SLOT of state/SLOT/adapters/NAME
+        if not has_digests(folder) and not has_digests(of_slot):
+            fix = f"the folder of a save_state; or {FIX}"
+            raise CheckpointError("state.damaged", f"{folder} holds no state.", fix=fix)
+        files = [(folder.absolute() / name).relative_to(of_slot).as_posix() for name in (TENSORS, NOTE)]
+        damage = find_damage(folder) if has_digests(folder) else find_damage(of_slot, files)
         refuse_damage("state.damaged", damage, FIX)
         return AdapterState.read_files(folder, adapter)
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -221,6 +222,16 @@ def test_wrong_rows_are_named(lorafusion, finished, tmp_path):
     assert outcome.code == 2
     assert outcome.errors == ["generate.row"] * 4
     assert [f"row {number}" in outcome.err for number in (1, 2, 3, 4, 6)] == [True] * 4 + [False]
+
+
+def test_an_adapter_has_the_name_that_the_run_or_its_folder_gives(finished, tiny_base, tmp_path, monkeypatch):
+    """Also directly below the root, as in a container that mounts a folder there."""
+    latest = finished[1] / "adapters" / "law" / "latest"
+    assert [adapter.name for adapter in find_source(latest).adapters] == ["law"]
+    shutil.copytree(latest, tmp_path / "out")
+    assert [adapter.name for adapter in find_source(tmp_path / "out", base=tiny_base).adapters] == ["out"]
+    monkeypatch.setattr(Path, "resolve", lambda path, strict=False: Path("/") / path.name)
+    assert [adapter.name for adapter in find_source(tmp_path / "out", base=tiny_base).adapters] == ["out"]
 
 
 def test_what_is_no_source_is_refused(lorafusion, tmp_path):

@@ -378,13 +378,17 @@ def test_custom_losses_of_jax_and_numpy_are_those_of_rows(opened):
         jax.tree.map(lambda now, before: np.testing.assert_allclose(now, before, atol=1e-4), arrays, results[0][1])
 
 
-def test_arguments_of_another_kind_are_named(opened, tmp_path):
+def test_arguments_of_another_kind_are_named(opened, tmp_path, monkeypatch):
     with opened.new_client(rank=4) as client:
         for one in (data()[0], {"model_input": [1], "loss_fn_inputs": {}}):
             with pytest.raises(LoraFusionError, match="is one datum, not a list"):
                 client.forward_backward(one)
         with pytest.raises(LoraFusionError, match=f"there is no folder {tmp_path / 'none'}"):
             client.load_state(tmp_path / "none")
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "other").mkdir()
+        with pytest.raises(LoraFusionError, match="other holds no state"):
+            client.load_state("other")
         client.save_weights_for_sampler(tmp_path / "peft").result()
         with pytest.raises(LoraFusionError, match="is a PEFT folder"):
             client.load_state(tmp_path / "peft")
