@@ -465,6 +465,8 @@ def test_every_refusal_says_what_to_do(running, job):
         ("POST", "/v1/jobs", json.dumps(job | {"lora": {"kind": "lara"}}).encode(), key, "config.value"),
         ("GET", f"/v1/datasets/{job['data']['train']}/preview?row=999&base=tiny", None, key, "data.row"),
     ]
+    status, answer = raw(running.url, "POST", "/v1/jobs", json.dumps(job | {"lora": {"rnk": 4}}).encode(), **key)
+    assert json.loads(answer)["error"]["fix"] == "did you mean 'rank'?"
     for method, path, body, headers, code in asked:
         status, answer = raw(running.url, method, path, body, **headers)
         error = json.loads(answer)["error"]

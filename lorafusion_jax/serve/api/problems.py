@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
-from lorafusion_jax.errors import LoraFusionError
-from lorafusion_jax.serve.control.spec import NOT_SERVED, RUN
+from lorafusion_jax.errors import LoraFusionError, did_you_mean
+from lorafusion_jax.serve.control.spec import NOT_SERVED, RUN, JobSpec
 from lorafusion_jax.serve.refusals import KEYS, completed
 from lorafusion_jax.serve.states import StateError
 from lorafusion_jax.serve.store.database import StoreError
@@ -222,4 +222,17 @@ def _problem(mistakes: list[tuple[Keys, Detail]]) -> dict[str, str]:
         kind, f"{where}: {message}." if where else f"{message}."
     )
     code, fix = CODES.get(kind, "api.value"), FIXES.get(kind, "see /openapi.json")
+    if kind == "extra_forbidden":
+        fix = _near_key(mistakes[0][0]) or fix
     return {"code": code, "what": sentence[:500], "where": where[:200], "fix": fix}
+
+
+def _near_key(keys: Keys) -> str:
+    """Asks for the key of a job that is most similar to an unknown one; "" if none is."""
+    section: Any = JobSpec
+    for key in keys[:-1]:
+        field = section.model_fields.get(str(key))
+        section = None if field is None else field.annotation
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return ""
+    return did_you_mean(str(keys[-1]), section.model_fields)
