@@ -322,10 +322,19 @@ def ineffective(config: schema.JobConfig) -> list[str]:
         objective = adapter.objective.chosen
         if objective.objective.defaults.get("lora.dropout") == 0 and adapter.lora.dropout > 0:
             notes.append(f"{adapter.name}: lora.dropout={adapter.lora.dropout:g}, {_dropout_effect(objective)}")
+        if objective.name == "distill" and _is_its_teacher(adapter):
+            fix = "objective.reference: a PEFT folder, such as RUN/adapters/NAME/latest"
+            notes.append(f"{adapter.name}: its teacher is what it starts as, so it learns nothing; {fix}")
         notes += _overlapping(adapter, Path(config.directory))
         if (priority := adapter.priority) != 0:
             notes.append(f"{adapter.name}: priority={priority} has no effect in a run: a service orders jobs by it")
     return list(dict.fromkeys(notes))
+
+
+def _is_its_teacher(adapter: schema.AdapterConfig) -> bool:
+    reference = reference_of(adapter, [adapter.name])
+    starts_as_base = adapter.lora.init_from is None and reference is not None and reference.kind == "base"
+    return starts_as_base or (reference is not None and reference.name == adapter.name)
 
 
 def _overlapping(adapter: schema.AdapterConfig, directory: Path) -> Iterator[str]:

@@ -326,6 +326,10 @@ def test_settings_without_effect_are_named(tmp_path):
     assert ineffective(config) == [f"law: lora.{key} has no effect with kind vera" for key in ("alpha", "rslora")]
     config = load_config(write(tmp_path, SMALL + "priority: -3\n"))
     assert ineffective(config) == ["law: priority=-3 has no effect in a run: a service orders jobs by it"]
+    for reference, init_from, learns in (("base", "null", False), ("base", "org", True), ("start", "org", False)):
+        more = f"objective: {{name: distill, reference: {reference}}}\nlora: {{init_from: {init_from}}}\n"
+        config = load_config(write(tmp_path, SMALL + more))
+        assert any("its teacher is what it starts as" in note for note in ineffective(config)) is not learns
     two = SMALL.replace("adapters:", "adapters:\n  - {name: med, data: {train: x.jsonl}}", 1)
     config = load_config(write(tmp_path, two + "train: {resident: 1, places: {8: 1}}\n"))
     assert [note for note in ineffective(config) if "places" in note] == [
