@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.checkpoint.base_files import WHOLE_BYTES
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
+from lorafusion_jax.families.joined import as_published
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import names_in_file
 from lorafusion_jax.families.table import family_named
@@ -108,24 +109,25 @@ def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionErro
         if broken := [problem for file in files if (problem := _broken_file(file))]:
             return [*broken]
         stored = {name: entry for file in files for name, entry in _header(file)[0].items()}
-        shapes = {name: tuple(entry["shape"]) for name, entry in stored.items()}
-        types = {name: entry["dtype"] for name, entry in stored.items()}
+        tensors = as_published({name: tuple(entry["shape"]) for name, entry in stored.items()}, config)
+        types = {name: stored[rows.name]["dtype"] for name, rows in tensors.items()}
+        shapes = {name: rows.shape for name, rows in tensors.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []  # `weight_problems` says so
     expected = _expected_shapes(config)
-    names, others = names_in_file(family_named(config.family), config.wrapper, expected, stored)
+    names, others = names_in_file(family_named(config.family), config.wrapper, expected, shapes)
     problems = [
-        f"missing: {names[name]}" if names[name] not in stored
+        f"missing: {names[name]}" if names[name] not in shapes
         else f"wrong shape: {names[name]} is {list(shapes[names[name]])}, config.json says {list(shape or ())}"
         if shape != shapes[names[name]]
         else f"unreadable type: {names[name]} is {types[names[name]]}"
         for name, shape in expected.items()
-        if names[name] not in stored
+        if names[name] not in shapes
         or (shape is not None and (shape != shapes[names[name]] or types[names[name]] not in FLOATS))
     ]  # fmt: skip
     extra = sorted(
         name
-        for name in stored.keys() - {*names.values(), *others}
+        for name in shapes.keys() - {*names.values(), *others}
         if not (is_ignored(name, config) or _later(name, config))
     )
     problems += [f"not of this model: {name} {list(shapes[name])}" for name in extra]

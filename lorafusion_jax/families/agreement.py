@@ -96,7 +96,9 @@ def _meaning(value: Any, family: Family) -> Any:
 def _head_sizes(values: Mapping[str, Any], family: Family) -> _Pairs:
     canonical = family.canonical(values)
     turning, others = canonical.get("qk_rope_head_dim"), canonical.get("qk_nope_head_dim")
-    if family.latent and "head_dim" in values:
+    rank = canonical.get("kv_lora_rank") if family.cached_heads else None
+    is_cached = isinstance(rank, int) and isinstance(turning, int) and values.get("head_dim") == rank + turning
+    if family.latent and "head_dim" in values and not is_cached:
         if not family.whole_heads:
             yield "head_dim", values["head_dim"], "qk_rope_head_dim", turning
         elif isinstance(turning, int) and isinstance(others, int):

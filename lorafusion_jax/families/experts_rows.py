@@ -55,6 +55,7 @@ _OF_LING = (
     "max_window_layers", "moe_shared_expert_intermediate_size", "mtp_loss_scaling_factor", "norm_topk_prob",
     "rotary_dim", "router_dtype", "score_function", "sliding_window", "use_rmsnorm", "use_sliding_window",
 )  # fmt: skip
+_OF_SARVAM = tuple(key for key in _OF_LING if key != "norm_topk_prob")
 _OF_DOTS = ("scoring_func", "topk_method", "moe_layer_freq", "ep_size", "pretraining_tp")
 _OF_MINIMAX = (
     "attn_type_list", "layernorm_full_attention_alpha", "layernorm_full_attention_beta",
@@ -161,6 +162,51 @@ EXPERTS: dict[str, Family] = {
         },
         keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"},
         known=_OF_DEEPSEEK,
+    ),
+    "sarvam_moe": Family(
+        models="Sarvam-30B",
+        beyond="as GLM-4.5, with norms of q and k and whole rotary embeddings; q, k and v are one tensor in files",
+        architectures=("SarvamMoEForCausalLM",), saved_as=("Glm4MoeForCausalLM",), fields={"o_bias": False},
+        experts={"router": SIGMOID},
+        keys=_GROUP_KEYS | {
+            "num_experts": "num_experts", "num_shared_experts": "n_shared_experts",
+            "n_shared_experts": "n_shared_experts", "use_qkv_bias": "attention_bias",
+            "attention_bias": "attention_bias", "moe_router_enable_expert_bias": "use_expert_bias",
+        },
+        reads=_GROUPS | {
+            "vocab_size": 262144, "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 19,
+            "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 131072,
+            "attention_bias": False, "use_qk_norm": True, "rope_theta": 8e6, "partial_rotary_factor": 1.0,
+            "num_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1024, "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5, "use_expert_bias": True,
+        },
+        known=(*PREDICTORS, *_OF_SARVAM),
+        joined={"attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
+        modules={
+            "model.embed_tokens": "model.word_embeddings", "self_attn.o_proj": "attention.dense",
+            "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
+            "mlp.router": "mlp.gate", "mlp.router.e_score_correction_bias": "mlp.gate.expert_bias",
+            "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",  # as the class of transformers names it
+        },
+    ),
+    "sarvam_mla": Family(
+        models="Sarvam-105B",
+        beyond="as DeepSeek-V3, without a latent of q",
+        architectures=("SarvamMLAForCausalLM",), saved_as=("DeepseekV3ForCausalLM",), latent=True, cached_heads=True,
+        experts={"router": SIGMOID}, meant={"rope_type": {"deepseek_yarn": "yarn"}},
+        keys=_GROUP_KEYS | {
+            "num_experts": "num_experts", "num_shared_experts": "n_shared_experts",
+            "n_shared_experts": "n_shared_experts", "moe_router_enable_expert_bias": "use_expert_bias",
+        },
+        reads=_GROUPS | {
+            "vocab_size": 262144, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32,
+            "num_attention_heads": 64, "max_position_embeddings": 4096, "attention_bias": False, "q_lora_rank": None,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "rope_interleave": True, "num_experts": 128, "moe_intermediate_size": 2048, "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5, "use_expert_bias": True,
+        },
+        modules={"mlp.router": "mlp.gate"},
+        known=(*_OF_DEEPSEEK, *_OF_SARVAM, "q_head_dim"),
     ),
     "glm4_moe_lite": Family(
         models="GLM-4.7-Flash",

@@ -26,6 +26,8 @@ class Family:
         architectures: names in config.json; the first one is written.
         models, beyond: what people call its models, and what their layers have beyond Llama's; for the page of models.
         model_types: further names in `model_type` of config.json.
+        saved_as: architectures of other families, whose classes transformers has for its models; `model_type` tells
+            them apart, and tensors under the names of these classes are read, too.
         shared_types: names in `model_type` of config.json that another family has, too; architectures tell them apart.
         reads: keys of config.json that this family reads beyond those of every model (`hf_config.COMMON`), in the
             spelling of transformers, each with its value where config.json does not have it (None: none).
@@ -55,6 +57,7 @@ class Family:
             `conv_…` say its sizes.
         latent: attention has latents; the keys `q_lora_rank`, `kv_lora_rank`, `qk_…` and `v_head_dim` say their widths.
         whole_heads: with latents, `head_dim` counts all channels of q and k, not only the rotating ones.
+        cached_heads: with latents, `head_dim` may also count what a cache keeps of a token.
         one_half: a layer has a mixer, an MLP or experts, as `layer_types` says: "mlp", "moe".
         frozen: projections of Mamba-2 that PEFT 0.21 adapts in no model of the family.
         rotated: layers with rotary embeddings: all, none, or those with a window ("if any": all of a model without
@@ -63,6 +66,7 @@ class Family:
         rope: further fields of `Rope` that all layers of the family have in common, e.g. {"interleaved": True}.
         known_of_rope: keys of `rope_parameters` that do not change what is computed of text.
         ignored: beginnings of the names of a checkpoint's tensors that are left out; with a dot before, parts of names.
+        joined: module of a layer in a checkpoint → projections whose rows lie in its tensors one below the other.
         turned: kernels of layers are [in, out] in a checkpoint.
         root: beginning of the names of a checkpoint's tensors, but of the head's, that older files lack.
         inner_factor: width of the MLP, in widths of the model, where config.json does not say it (0: it must).
@@ -74,6 +78,7 @@ class Family:
     models: str = ""
     beyond: str = ""
     model_types: tuple[str, ...] = ()
+    saved_as: tuple[str, ...] = ()
     shared_types: tuple[str, ...] = ()
     reads: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -91,6 +96,7 @@ class Family:
     mixer: Literal["mamba", "convolution"] | None = None
     latent: bool = False
     whole_heads: bool = False
+    cached_heads: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)
     one_half: bool = False
     frozen: tuple[str, ...] = ()
@@ -98,6 +104,7 @@ class Family:
     parallel: Place = "parallel"
     known_of_rope: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     turned: bool = False
     root: str = ""
     inner_factor: int = 0

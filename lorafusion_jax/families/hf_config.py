@@ -200,7 +200,7 @@ HARMLESS = frozenset((
 OFF = (None, False, 0, 0.0, "none", [], {})
 DROPOUTS = (
     "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "residual_dropout", "hidden_dropout",
-    "embedding_dropout",
+    "embedding_dropout", "embed_dropout", "output_dropout",
 )  # fmt: skip
 SWITCHES = frozenset((
     *DROPOUTS,
@@ -210,7 +210,7 @@ SWITCHES = frozenset((
     "attention_bias", "mlp_bias", "rope_interleaved", "qkv_bias", "bias", "norm_topk_prob", "use_cla",
     "add_classification_head", "use_qk_norm", "qk_layernorm", "use_parallel_embedding", 
     "shared_intermediate_size", "scale_attn_by_inverse_layer_idx", "norm_head", "norm_softmax",
-    "using_split_qkv_in_self_attention", "use_sliding_window", "lm_head_bias",
+    "using_split_qkv_in_self_attention", "use_sliding_window", "lm_head_bias", "use_bias",
 ))  # fmt: skip
 
 

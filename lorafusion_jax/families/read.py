@@ -248,10 +248,9 @@ def _quantised(hf: HFConfig, family: Family, wrapper: str, unsupported: list[str
     """
     if hf.quantization_config is None:
         return None, None
-    if family.turned:
-        unsupported.append(
-            "quantization_config: kernels that are [in, out] in a file (base.quantize: nf4 makes them so)"
-        )
+    if family.turned or family.joined:
+        kernels = "kernels that are [in, out]" if family.turned else "projections that lie in one tensor"
+        unsupported.append(f"quantization_config: {kernels} in a file (base.quantize: nf4 makes them so)")
         return None, None
     if hf.quantization_config.get("quant_method") == "mxfp4" and "{}" not in family.expert_names[0]:
         return None, None  # reading dequantises them, see `models.expert_files`

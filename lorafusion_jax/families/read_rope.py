@@ -84,6 +84,7 @@ class _Reader:
         problems: list[str] = []
         values = parse_part(RopeValues, raw, problems)
         kind = values.rope_type or values.type or "default"
+        kind = self.family.meant.get("rope_type", {}).get(kind, kind)
         if kind == "su" or (kind == "yarn" and "short_factor" in raw):
             kind = "longrope"  # its older names
         if kind != "default" and kind not in _NEEDS:

@@ -47,6 +47,20 @@ REFUSED = (
         reason="most layers have lightning attention, whose decay is fixed for each head, and no layer here is such",
     ),
     Refused(
+        models="Dory", names=("dory", "DoryForCausalLM"),
+        reason="some layers are run several times for each token, and here each is run once",
+    ),
+    Refused(
+        models="Inkling 2 with loops",
+        names=("inkling2_loop", "inkling2_loop_text", "Inkling2LoopForCausalLM",
+               "Inkling2LoopForConditionalGeneration"),
+        reason="some layers are run several times for each token, and here each is run once",
+    ),
+    Refused(
+        models="Hy4", names=("hy_v4", "hy_v4_vl", "hy_v4_vl_text", "HYV4ForCausalLM", "HYV4VLForConditionalGeneration"),
+        reason="every layer mixes several streams of activations (hyper-connections), and here there is one stream",
+    ),
+    Refused(
         models="Jamba", names=("jamba", "JambaForCausalLM"),
         reason="most layers are Mamba-1, whose state decays by channel, and here Mamba-2's decays by head",
     ),

@@ -1,4 +1,4 @@
-"""The table of families. To add one, add a row to `dense_rows`, `experts_rows` or `hybrid_rows`.
+"""The table of families. To add one, add a row to `dense_rows`, `gemma_rows`, `experts_rows` or `hybrid_rows`.
 
 Other packages can install an entry point of the group `lorafusion_jax.families` that loads a `Family`; its name is the
 `model_type` of config.json.
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from lorafusion_jax.families.dense_rows import DENSE
 from lorafusion_jax.families.experts_rows import EXPERTS
 from lorafusion_jax.families.family import Family
+from lorafusion_jax.families.gemma_rows import GEMMA
 from lorafusion_jax.families.hybrid_rows import HYBRID
 from lorafusion_jax.plugins import find, known_names
 
 GROUP = "lorafusion_jax.families"
-FAMILIES: dict[str, Family] = {**DENSE, **EXPERTS, **HYBRID}
+FAMILIES: dict[str, Family] = {**DENSE, **GEMMA, **EXPERTS, **HYBRID}
 
 
 def family_named(name: str) -> Family:
@@ -45,7 +46,8 @@ def find_families(architectures: Sequence[str], model_type: str | None) -> set[s
     if typed is None or typed not in known_names(GROUP, FAMILIES):
         others: set[str | None] = {None} if typed is not None and matches else set()
         return others.union(*matches.values())
-    of_type = family_named(typed).architectures
+    row = family_named(typed)
+    of_type = (*row.architectures, *row.saved_as)
     if architectures and not matches and not {*architectures} & {*of_type}:
         return set()
     families: set[str | None] = {typed}

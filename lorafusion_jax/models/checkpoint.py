@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few, raise_all
+from lorafusion_jax.families import joined
 from lorafusion_jax.families.hf_config import one_of_each
+from lorafusion_jax.families.joined import RowsOf
+from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.readable import RECORD, check_regular, read_text
 from lorafusion_jax.weights.checkpoint_formats import INDEX, SINGLE, two_sets
 
@@ -38,6 +41,7 @@ class Stored:
 
     Attributes:
         start, stop: byte range in the file.
+        renamed: the file has it under another name, or as rows of a larger tensor.
     """
 
     file: Path
@@ -45,6 +49,7 @@ class Stored:
     dtype: str
     start: int
     stop: int
+    renamed: bool = False
 
 
 def list_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Stored]:
@@ -69,14 +74,30 @@ def list_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Stored]:
     )
 
 
+def as_published(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+    """The tensors of a checkpoint under the names of its family, one for each projection."""
+    tensors = joined.as_published({name: entry.shape for name, entry in stored.items()}, config)
+    return {name: _rows_of(stored[rows.name], rows, name) for name, rows in tensors.items()}
+
+
+def _rows_of(stored: Stored, rows: RowsOf, name: str) -> Stored:
+    if (name, stored.shape) == (rows.name, rows.shape):
+        return stored
+    row_bytes = (stored.stop - stored.start) // max(stored.shape[0], 1) if stored.shape else 0
+    start = stored.start + rows.first * row_bytes
+    stop = start + rows.shape[0] * row_bytes if rows.shape != stored.shape else stored.stop
+    return replace(stored, shape=rows.shape, start=start, stop=stop, renamed=True)
+
+
 def read_slice(stored: Stored, name: str, index: tuple[slice, ...]) -> np.ndarray:
     """Reads one rectangle of a tensor from disk; nothing else of the file is touched.
 
     Whole rows come without the interpreter's lock, so that several threads read at once while others compile. Columns
-    of bytes are cut out of whole rows, because their shape need not be that in the file.
+    of bytes are cut out of whole rows, because their shape need not be that in the file; and so are those of renamed
+    tensors.
     """
     full_rows = all(part == slice(0, size) for part, size in zip(index[1:], stored.shape[1:], strict=True))
-    if index and stored.dtype in DTYPES and (full_rows or stored.dtype not in READABLE):
+    if index and stored.dtype in DTYPES and (full_rows or stored.renamed or stored.dtype not in READABLE):
         return _rows(stored, index[0])[:, *index[1:]]
     with safe_open(stored.file, framework="numpy") as file:
         return file.get_slice(name)[index] if index else file.get_tensor(name)

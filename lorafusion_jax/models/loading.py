@@ -27,7 +27,7 @@ from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import names_in_file
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.families.unread import is_ignored
-from lorafusion_jax.models.checkpoint import Stored, list_tensors, plain_index, read_slice
+from lorafusion_jax.models.checkpoint import Stored, as_published, list_tensors, plain_index, read_slice
 from lorafusion_jax.models.decoder import Decoder
 from lorafusion_jax.models.expert_files import Part, as_stored, read_parts
 from lorafusion_jax.models.naming import Tensor, frozen_tensors
@@ -154,7 +154,7 @@ def open_frozen(
     kind = stored_kind(quantize)
     check_stored_as(quantize, config.checkpoint_format, where=str(model_dir))
     form = None if config.checkpoint_format is None else FORMATS[config.checkpoint_format]
-    stored, tensors = _text_tensors(list_tensors(model_dir), frozen_tensors(model), config)
+    stored, tensors = _text_tensors(as_published(list_tensors(model_dir), config), frozen_tensors(model), config)
     tensors = [replace(tensor, parts=_parts(tensor, stored, config)) for tensor in tensors]
     specs = {name: spec for tensor in tensors for name, spec in tensors_of(tensor, form).items()}
     check_tensors(specs, stored, config, Path(model_dir))

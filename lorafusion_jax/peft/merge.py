@@ -24,7 +24,7 @@ from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import names_in_file
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import EXPERTS
-from lorafusion_jax.models.checkpoint import Stored, list_tensors
+from lorafusion_jax.models.checkpoint import Stored, as_published, list_tensors
 from lorafusion_jax.models.expert_files import Part, as_stored, expert_parts
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.peft.folder import read_adapter
@@ -83,6 +83,7 @@ def merge_arrays(base_dir: str | Path, spec: AdapterSpec, arrays: Arrays, to_dir
     """`merge_adapter` for an adapter in memory (`read_adapter`, `take_adapter`)."""
     base_dir = Path(base_dir)
     places, config = _places(base_dir), ModelConfig.from_hf(base_dir)
+    places = as_published(places, config)
     parts = _parts(config, arrays, places)
     rows, shifts = _token_rows(spec, arrays, places, config), _shifts(spec, arrays, places, config)
     raise_all(_misfits(places, parts, rows, spec, arrays, base_dir))

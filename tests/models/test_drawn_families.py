@@ -23,7 +23,8 @@ from more_cases import mostly_nightly, nightly
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.saved_model import load_frozen
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.checkpoint.base_weights import header_problems
+from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.generation.generator import Generator
 from lorafusion_jax.generation.load import load_stage
@@ -32,11 +33,13 @@ from lorafusion_jax.generation.requests import Request
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.models import ModelConfig, Segments
+from lorafusion_jax.models.checkpoint import as_published, list_tensors, read_slice
 from lorafusion_jax.models.experts import choose_experts
 from lorafusion_jax.peft.folder import read_adapter, write_adapter
 from lorafusion_jax.peft.merge import merge_adapter
 from lorafusion_jax.peft.settings import text_name
 from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.weights.checkpoint_formats import SINGLE
 
 FILE = Path(os.environ.get("DRAWN", Path(__file__).parent / CASES_FILE))
 ROWS = drawn.read_rows(FILE)
@@ -139,6 +142,85 @@ def test_a_gpt_2_of_older_names_is_the_same_and_is_merged(home):
     assert merged.keys() == (tensors | masks).keys()
     assert report.deltas.keys() == {name for name in tensors if not np.array_equal(tensors[name], merged[name])}
     assert len(report.deltas) == 8
+
+
+OF_CLASS = {  # names in files → those of the class that transformers has, which is another family's
+    "exaone": {
+        "transformer.wte": "model.embed_tokens", "transformer.h.": "model.layers.", "transformer.ln_f": "model.norm",
+        "attn.attention.out_proj": "self_attn.o_proj", "attn.attention": "self_attn", "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm", "c_fc_0": "gate_proj", "c_fc_1": "up_proj", "c_proj": "down_proj",
+    },
+    "sarvam_moe_biased": {
+        "word_embeddings": "embed_tokens", "attention.dense": "self_attn.o_proj",
+        "expert_bias": "e_score_correction_bias",
+    },
+}  # fmt: skip
+
+
+def as_class(tensors: dict[str, np.ndarray], names: dict[str, str], config: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors of a file as `save_pretrained(save_original_format=False)` of transformers writes them."""
+    attention, renamed = config.layers[0].attention, {}
+    for name, array in tensors.items():
+        joined = ".attention.query_key_value." in name
+        cuts = [attention.queries, attention.queries + attention.keys] if joined else []
+        for part, rows in zip("qkv", np.split(array, cuts), strict=False):
+            new = name.replace("attention.query_key_value", f"self_attn.{part}_proj")
+            for old, other in names.items():
+                new = new.replace(old, other)
+            renamed[new] = rows
+    experts = sorted(name for name in renamed if ".experts." in name)
+    for layer in {name.partition(".experts.")[0] for name in experts}:
+        kernels = {
+            part: np.stack([renamed.pop(f"{layer}.experts.{expert}.{part}_proj.weight") for expert in range(6)])
+            for part in ("gate", "up", "down")
+        }
+        renamed[f"{layer}.experts.gate_up_proj"] = np.concatenate([kernels["gate"], kernels["up"]], axis=1)
+        renamed[f"{layer}.experts.down_proj"] = kernels["down"]
+    return renamed
+
+
+@pytest.mark.parametrize("case", OF_CLASS)
+def test_a_base_under_the_names_of_its_class_is_the_same_and_is_merged(case, home):
+    """Published files have other names, and q, k and v of Sarvam in one tensor."""
+    folder, other, config = folder_of(case, home), home / f"{case}-class", ModelConfig.from_hf(ROWS[case]["config"])
+    shutil.copytree(folder, other)
+    save_file(as_class(load_file(folder / SINGLE), OF_CLASS[case], config), other / SINGLE)
+    arrays, reports = [], []
+    for base in (folder, other):
+        assert header_problems(base, config) == []
+        reports.append(merge_adapter(base, folder / "adapter", Path(f"{base}-merged")))
+        arrays += [dict[str, Any](load_frozen(path, dtype="float32")) for path in (base, Path(f"{base}-merged"))]
+        assert load_file(Path(f"{base}-merged") / SINGLE).keys() == load_file(base / SINGLE).keys()
+    before, merged, *others = arrays
+    for name in before:
+        assert np.array_equal(before[name], others[0][name]), name
+        assert np.array_equal(merged[name], others[1][name]), name
+    assert max(reports[0].deltas.values()) == max(reports[1].deltas.values()) > 0
+    changed = {name for name in before if not np.array_equal(before[name], merged[name])}
+    assert changed == {f"{path}.kernel" for path in read_adapter(folder / "adapter")[1]}
+
+
+def test_columns_of_joined_projections_are_read_alone(home):
+    folder = folder_of("sarvam_moe_biased", home)
+    tensors, config = list_tensors(folder), ModelConfig.from_hf(folder)
+    joined, stored = "model.layers.1.attention.query_key_value.", as_published(tensors, config)
+    whole, first = load_file(folder / SINGLE), 0
+    for name, rows in (("q_proj", 32), ("k_proj", 8), ("v_proj", 8)):
+        name = f"model.layers.1.self_attn.{name}."
+        part = read_slice(stored[f"{name}weight"], f"{name}weight", (slice(1, 5), slice(3, 9)))
+        assert np.array_equal(part, whole[f"{joined}weight"][first + 1 : first + 5, 3:9])
+        bias = read_slice(stored[f"{name}bias"], f"{name}bias", (slice(0, rows),))
+        assert np.array_equal(bias, whole[f"{joined}bias"][first : first + rows])
+        first += rows
+
+
+def test_joined_projections_of_another_size_are_an_error(home):
+    folder, other = folder_of("sarvam_moe_biased", home), home / "sarvam-of-other-heads"
+    shutil.copytree(folder, other)
+    raw = ROWS["sarvam_moe_biased"]["config"]
+    (other / "config.json").write_text(json.dumps(raw | {"num_key_value_heads": 2}))
+    with pytest.raises(CheckpointError, match=r"not of this model: model\.layers\.0\.attention\.query_key_value"):
+        load_frozen(other)
 
 
 def test_half_a_layer_of_parallel_halves_is_refused():

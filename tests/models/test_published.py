@@ -45,6 +45,10 @@ BILLION = {
     "Qwen1.5-MoE-A2.7B": 14.3,
     "GLM-4.5-Air": 106.9,
     "GLM-4.5": 353,
+    "EXAONE-3.0-7.8B": 7.82,
+    "EXAONE-3.5-2.4B": 2.41,
+    "Sarvam-30B": 32.15,
+    "Sarvam-105B": 106.0,
 }
 
 
@@ -52,7 +56,7 @@ BILLION = {
 def test_published_models_are_read_and_written(name):
     config = ModelConfig.from_hf(SERVED[name])
     raw = SERVED[name]
-    assert len(config.layers) == raw.get("num_hidden_layers", raw.get("n_layer"))
+    assert len(config.layers) == next(raw[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in raw)
     if name in BILLION:
         assert config.num_parameters / 1e9 == pytest.approx(BILLION[name], rel=0.01)
     assert ModelConfig.from_hf(config_json(config)) == replace(config, packed=None)  # it is written plain

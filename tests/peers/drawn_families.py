@@ -186,10 +186,9 @@ def write(row: dict, folder: Path) -> dict:
     ling, settings = row["class"] == "BailingMoeV2", row["config"]
     row = row | ({"class": "Glm4Moe", "config": glm_config(settings)} if ling else {})
     name, share, count = row["class"], row["share"], row.get("count", TOKENS)
-    model_class = CLASSES.get(name, f"{name}ForCausalLM")
     config = getattr(transformers, f"{row.get('of_config', name)}Config")(**row["config"])
-    model_class = getattr(transformers, model_class)
-    model_class(config).save_pretrained(folder)
+    model_class = getattr(transformers, CLASSES.get(name, f"{name}ForCausalLM"))
+    (model_class.from_config if name in OF_OTHERS else model_class)(config).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     shapes = as_published(shapes_in(folder / "model.safetensors"), config)
     glm_shapes = shapes
@@ -259,7 +258,9 @@ def write(row: dict, folder: Path) -> dict:
     }
 
 
+OF_OTHERS = ("Exaone", "SarvamMoE", "SarvamMLA")  # which have the classes of other families
 CLASSES = {
+    **dict.fromkeys(OF_OTHERS, "AutoModelForCausalLM"),
     "GPT2": "GPT2LMHeadModel",
     **{name: f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")},
 }

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import transformers
 from peft import PeftModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 TOWERS = {  # the smallest that transformers makes
     "gemma3": {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 1},
@@ -34,6 +35,8 @@ TOWERS = {  # the smallest that transformers makes
     "qwen3_5_moe": {"depth": 1, "num_heads": 1, "num_position_embeddings": 16},
 }
 WIDTHS = {"hidden_size": 8, "intermediate_size": 8}
+# The multimodal Llama 4 of transformers 5.24 reads this of its text part, whose outputs do not have it, and fails.
+MoeCausalLMOutputWithPast.image_outputs = None
 
 
 def make(text_folder: str, model_type: str, folder: str) -> None:
