@@ -102,10 +102,12 @@ def _show_times(console: Console, planned: Planned) -> None:
 def _with_halving(planned: Planned, seconds: float, halved_s: float) -> str:
     goes_on = f"if one in {planned.config.halving.factor} goes on at each comparison"
     text = f"with halving about {duration(halved_s)}, {goes_on}"
-    if halved_s < seconds:
+    batch = planned.config.batch
+    if halved_s < seconds or len(batch.sizes) > 1:
         return text
-    why = "no less than without, because fewer adapters then fill microbatches of the same size"
-    return f"{text}: {why}; try batch.capacity_tokens=auto"
+    why = "no less than without, because those that go on need as many microbatches of the same size"
+    smaller = -(-batch.largest // (4 * batch.tile_tokens)) * batch.tile_tokens
+    return f"{text}: {why}; try batch.capacity_tokens=[{smaller},{batch.largest}]"
 
 
 def _with_pauses(times: PredictedTimes) -> str:

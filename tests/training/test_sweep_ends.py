@@ -258,15 +258,16 @@ def test_a_plan_says_why_halving_spares_nothing_and_what_does(job, batches, caps
     """An adapter has one batch in a microbatch, so those that go on need as many as before."""
     alike = [batches[0] | {"name": name} for name in ("a", "b", "c", "d")]
 
-    def screen(tokens: int) -> str:
+    def screen(tokens: int | list[int]) -> str:
         batch = {"capacity_tokens": tokens, "tile_tokens": 16}
         config = load_config(job(adapters=alike, batch=batch, halving={"first_share": 0.5}, epochs=1))
         show_plan(Console(width=500), make_planned(config, prepare(config), device="h200"))
         return capsys.readouterr().out
 
     assert "no less than without" in (large := screen(1024))
-    assert "try batch.capacity_tokens=auto" in large
-    assert "no less than without" not in screen(64)
+    assert "try batch.capacity_tokens=[256,1024]" in large
+    assert all("no less than without" not in screen(tokens) for tokens in ([256, 1024], 64))
+    assert "no less than without" not in screen([1024, 2048])  # it has several sizes
 
 
 def test_no_later_plan_waits_for_a_program(job, batches):
