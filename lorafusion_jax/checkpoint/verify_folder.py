@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ def _rollouts(path: Path) -> Iterator[FileCheck]:
     damage, files = [], sorted(path.glob(f"{ROLLOUTS}/*.json"))
     for file in files:
         try:
-            without_crc(read_text(file, RECORD))
+            json.loads(without_crc(read_text(file, RECORD)))
         except (OSError, ValueError) as problem:
             damage.append(f"{ROLLOUTS}/{file.name}: {problem}")
     if files:

@@ -288,8 +288,10 @@ def test_a_changed_answer_is_not_trained(killed, tmp_path):
     text = file.read_text()
     at = text.index('"tokens": [') + len('"tokens": [')
     file.write_text(f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}")
-    (damaged,) = [check for check in verify_folder(folder) if check.damage]
-    assert file.name in damaged.damage[0]
+    for content in (file.read_text(), text[: len(text) // 2], ""):
+        file.write_text(content)
+        (damaged,) = [check for check in verify_folder(folder) if check.damage]
+        assert file.name in damaged.damage[0]
     with pytest.raises(lf.LoraFusionError, match=r"rollout\.damaged"):
         lf.resume(folder, progress=False)
 
