@@ -209,9 +209,11 @@ def test_keys_are_added_shown_once_and_revoked(tmp_path, capsys):
     assert key[2] not in output
     assert run(["keys", "limits", "ana", *home]) == 2
     assert f"a key of ana: {key[1]}" in capsys.readouterr().err
-    assert run(["keys", "revoke", key[0], *home]) == 0, "who has the key itself need not know its name"
+    for text in (key[0], f"Bearer {key[0]} ", key[0][:-3]):
+        assert run(["keys", "revoke", text, *home]) == 0, "who has the key itself need not know its name"
+    assert run(["keys", "revoke", f"{key[1][:-1]}_{key[2]}", *home]) == 2
     shown = capsys.readouterr()
-    assert key[2] not in shown.out + shown.err
+    assert key[2][:-3] not in shown.out + shown.err
     assert run(["keys", "limits", "ana", *home]) == 2
     assert "keys ls" in capsys.readouterr().err
     assert run(["keys", "revoke", "zzzzzzzz", *home]) == 2
@@ -238,6 +240,7 @@ def test_places_of_samplers_are_checked(text):
         (["--jobs-share", "1"], "add --training-api"),
         (["--yield-s", "5", "--policy", "ours"], "the policy ours decides"),
         (["batch.capacity_token=64"], "did you mean 'batch.capacity_tokens'?"),
+        (["train.remat"], "fix: train.remat=VALUE"),
         (["base.model=models/any"], "fix: --base FOLDER"),
         (["--base", "models/any"], "models/tiny"),
     ],

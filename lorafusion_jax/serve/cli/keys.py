@@ -126,20 +126,20 @@ def revoke(
 
 
 def _key_name(connection: Connection, typed: str, home: Path) -> str:
-    """The name of a key that is there, from its name or the key itself.
+    """The name of a key that is there, from its name or a text with the key, which no message repeats.
 
     Raises:
         ConfigError: `keys.unknown`.
     """
-    from lorafusion_jax.serve.store.keys import KEY, list_keys
+    from lorafusion_jax.serve.store.keys import NAME, NAMED, list_keys
 
-    match = KEY.fullmatch(typed)
+    match = NAMED.search(typed)
     name, rows = match[1] if match else typed, list_keys(connection)
     if any(row["id"] == name for row in rows):
         return name
     of_owner = [row["id"] for row in rows if row["owner"] == name and not row["revoked"]]
     fix = f"a key of {name}: {first_few(of_owner, 3)}" if of_owner else f"lorafusion keys ls --home {quoted(home)}"
-    raise ConfigError("keys.unknown", f"there is no key {name}.", fix=fix)
+    raise ConfigError("keys.unknown", f"there is no key {name if NAME.fullmatch(name) else 'of that name'}.", fix=fix)
 
 
 def backup(

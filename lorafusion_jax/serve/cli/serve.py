@@ -411,7 +411,8 @@ def _setting(text: str) -> tuple[str, Any]:
     valid.remove("base.model")
     if not is_setting or key not in valid:
         sections = f"KEY=VALUE with a key of {', '.join(SECTIONS)} of a job file"
-        fix = "--base FOLDER" if key == "base.model" else did_you_mean(key, valid) or sections
+        near = f"{key}=VALUE" if key in valid else did_you_mean(key, valid)
+        fix = "--base FOLDER" if key == "base.model" else near or sections
         raise ConfigError("serve.setting", f"{text!r} is not a setting of a session.", fix=fix)
     return key, yaml.safe_load(value)
 

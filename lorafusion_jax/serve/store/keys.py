@@ -40,7 +40,8 @@ SCOPES = (
 )
 USER = tuple(scope for scope in SCOPES if scope != "admin")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-KEY = re.compile(r"tml-lf_([a-z2-7]{8})_([A-Za-z0-9_-]{43})")
+NAMED = re.compile(r"tml-lf_([a-z2-7]{8})")  # how a key begins
+KEY = re.compile(NAMED.pattern + "_([A-Za-z0-9_-]{43})")
 
 
 LOG = "keys.log"
