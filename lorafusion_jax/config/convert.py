@@ -28,7 +28,7 @@ SECTIONS = (
     *("batch", "mesh", "save", "train", "report"),
 )
 OPTIMIZERS = {"adamw": "adamw", "lion": "lion", "adafactor": "adafactor", "sgd": "sgd"}
-OF_ADAPTERS, LORAS = ("adapter", "finetuning_type", "peft_type"), ("lora", "qlora", "dora")
+OF_ADAPTERS, LORAS = ("adapter", "finetuning_type", "peft_type", "use_peft"), ("lora", "qlora", "dora", "true")
 OBJECTIVES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo")
 SOURCE_KEYS = ("path", "split", "data_files", "ds_type")  # of an entry of a list of data sets
 ROW_KEYS = ("type", "field", "message", "role", "chat_template", "columns", "train_on", "format")  # they begin so

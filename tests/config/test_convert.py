@@ -225,6 +225,8 @@ def test_a_file_without_base_or_data_is_refused():
     [
         ("finetuning_type: full\nstage: sft", "finetuning_type", "'full' does not train LoRA"),
         ("sequence_len: 64", "adapter", "axolotl trains the whole model"),
+        ("use_peft: false", "use_peft", "False does not train LoRA"),
+        ("use_peft: true", "use_peft", "always LoRA"),
         ("finetuning_type: lora\nstage: ppo", "stage", "set objective: ppo"),
         ("finetuning_type: lora\nstage: rm", "stage", "set objective: reward"),
         ("finetuning_type: lora\nstage: pt", "stage", "trains answers, with sft"),
