@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from lorafusion_jax.api.arguments import names_unknown, read_settings
+from lorafusion_jax.api.custom_loss import CustomLoss, differentiate
 from lorafusion_jax.api.sampling import SampledSequence, SamplerBank, SamplingParams
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.load import parse_config
@@ -39,7 +42,6 @@ from lorafusion_jax.session.export import export_task
 from lorafusion_jax.session.session_thread import SessionThread
 from lorafusion_jax.session.stream import Stream
 
-type CustomLoss = Callable[[Sequence[Any], list[Any]], Any]
 AdamParams = OptimStep
 
 
@@ -72,8 +74,9 @@ class ForwardBackwardOutput:
 class CallFuture[T]:
     """The result of a call to come: `result()` waits for it, and so does `await`."""
 
-    def __init__(self, future: Future[Any], read: Callable[[Any], T] = lambda value: value):
+    def __init__(self, future: Future[Any], client: Any, read: Callable[[Any], T] = lambda value: value):
         self._future, self._read = future, read
+        self._client = client  # which would end without a reference, and the call with it
 
     def result(self, timeout: float | None = None) -> T:
         """Waits for the result.
@@ -179,7 +182,7 @@ class _Shared:
     thread: SessionThread
     targets: str | list[str]
     base: Path
-    clients: int = 0
+    clients: set[str] = field(default_factory=set)
     numbers: Any = field(default_factory=itertools.count)
     banks: dict[Any, SamplerBank] = field(default_factory=dict)
     seeds: int = 0  # that samples without a seed have had; only the session's thread draws
@@ -189,6 +192,14 @@ class _Shared:
     def __post_init__(self) -> None:
         self.tokenizer = self.writers.submit(load_tokenizer, self.base)
 
+    def end(self, name: str) -> None:
+        """Ends a client, and after the last one the session."""
+        self.clients.discard(name)
+        wait([self.thread.do(lambda session: session.forget(name))])
+        if not self.clients:
+            self.thread.close()
+            self.writers.shutdown()
+
 
 class TrainingClient:
     """Trains one adapter by calls; see `training_client`, which opens the first one.
@@ -197,14 +208,17 @@ class TrainingClient:
     """
 
     def __init__(self, shared: _Shared, **adapter: Any):
-        self._shared, self._closed = shared, False
+        self._shared = shared
         name = f"client-{next(shared.numbers)}"
         self._task: Task = shared.thread.do(lambda session: _start(session, name, adapter)).result()
         source = self._task.source
         assert isinstance(source, Stream)
         self._stream = source
         source.wake = shared.thread.wake
-        shared.clients += 1
+        shared.clients.add(name)
+        # The last reference may go in any thread, the session's own among them, which cannot wait for itself.
+        self._end = weakref.finalize(self, lambda: threading.Thread(target=shared.end, args=(name,)).start())
+        self._end.atexit = False
 
     def forward_backward(
         self, data: Iterable[Any], loss_fn: str = "cross_entropy", loss_fn_config: Mapping[str, float] | None = None
@@ -241,7 +255,7 @@ class TrainingClient:
         rows = [Row(tokens=row.tokens, inputs=_targets_of(row, np.zeros)) for row in rows]
         outputs = self._run_rows(rows, "cross_entropy", None, forward_only=True).result().loss_fn_outputs
         logprobs = [output["logprobs"] for output in outputs]
-        loss, metrics, gradients = _differentiate(loss_fn, data, logprobs, returns_gradients)
+        loss, metrics, gradients = differentiate(loss_fn, data, logprobs, returns_gradients)
         surrogate_rows = [
             Row(tokens=row.tokens, inputs={**row.inputs, WEIGHTS: -np.asarray(gradient)})
             for row, gradient in zip(rows, gradients, strict=True)
@@ -253,7 +267,7 @@ class TrainingClient:
                 loss_fn_outputs=result.outputs, metrics={**metrics, "loss:sum": loss, **surrogate}
             )
 
-        return CallFuture(self._stream.submit(ForwardBackward(rows=surrogate_rows)), read)
+        return CallFuture(self._stream.submit(ForwardBackward(rows=surrogate_rows)), self, read)
 
     def optim_step(self, adam_params: Any = None, **numbers: float) -> CallFuture[StepDone]:
         """Takes a step of AdamW with what was added since the last one; without any of it, with gradients of zero.
@@ -263,7 +277,7 @@ class TrainingClient:
                 `beta2`, `eps`, `weight_decay`, `grad_clip_norm` (0: no clipping).
         """
         step = read_settings(OptimStep, adam_params, numbers, code="call.optimizer", argument="adam_params")
-        return CallFuture(self._stream.submit(step))
+        return CallFuture(self._stream.submit(step), self)
 
     def save_state(self, path: str | Path, *, overwrite: bool = False) -> CallFuture[Path]:
         """Writes the adapter with its optimizer as a folder, from which `load_state_with_optimizer` continues."""
@@ -280,7 +294,7 @@ class TrainingClient:
     def save_weights_and_get_sampling_client(self) -> SamplingClient:
         """Returns a client that samples from the adapter as it is after the calls so far. Waits for its weights."""
         state = self._stream.submit(SaveState(optimizer=False)).result()
-        return SamplingClient(self._shared, self._task, state.weights)
+        return SamplingClient(self, state.weights)
 
     def load_state(self, path: str | Path) -> CallFuture[None]:
         """Loads the weights of a `save_state`, after saves before it are written; the optimizer begins anew."""
@@ -306,15 +320,12 @@ class TrainingClient:
         return TrainingClient(self._shared, rank=rank, alpha=alpha, seed=seed, targets=targets)
 
     def close(self) -> None:
-        """Ends the client; calls without a result fail. The last client of a session ends the session."""
-        if self._closed:
-            return
-        self._closed = True
-        self._shared.clients -= 1
-        self._shared.thread.do(lambda session: session.forget(self._task.name)).result()
-        if not self._shared.clients:
-            self._shared.thread.close()
-            self._shared.writers.shutdown()
+        """Ends the client; calls without a result fail. The last client of a session ends the session.
+
+        A client to which nothing refers any more, nor to its results and samplers, ends by itself.
+        """
+        if self._end.detach() is not None:
+            self._shared.end(self._task.name)
 
     def __enter__(self) -> Self:
         return self
@@ -328,6 +339,7 @@ class TrainingClient:
         call = ForwardBackward(rows=rows, loss=loss, config=dict(config or {}), forward_only=forward_only)
         return CallFuture(
             self._stream.submit(call),
+            self,
             lambda result: ForwardBackwardOutput(loss_fn_outputs=result.outputs, metrics=result.metrics),
         )
 
@@ -345,12 +357,12 @@ class TrainingClient:
         refuse_existing()
         state = self._stream.submit(call)
 
-        return CallFuture(self._shared.writers.submit(write_new))
+        return CallFuture(self._shared.writers.submit(write_new), self)
 
     def _load(self, path: str | Path, *, optimizer: bool) -> CallFuture[None]:
         # Where saves are written, so that it reads what calls before it have saved there.
         state = self._shared.writers.submit(self._read_state, Path(path)).result()
-        return CallFuture(self._stream.submit(LoadState(state=state, optimizer=optimizer)))
+        return CallFuture(self._stream.submit(LoadState(state=state, optimizer=optimizer)), self)
 
     def _read_state(self, folder: Path) -> AdapterState:
         if not folder.is_dir() or (folder / CONFIG_FILE).is_file():
@@ -362,9 +374,10 @@ class TrainingClient:
 class SamplingClient:
     """Samples from an adapter as it was; see `TrainingClient.save_weights_and_get_sampling_client`."""
 
-    def __init__(self, shared: _Shared, task: Task, weights: Mapping[str, np.ndarray]):
-        self._shared, self._task, self._weights = shared, task, weights
-        self._number = next(shared.numbers)
+    def __init__(self, client: TrainingClient, weights: Mapping[str, np.ndarray]):
+        self._client, self._weights = client, weights
+        self._shared, self._task = client._shared, client._task
+        self._number = next(self._shared.numbers)
 
     def sample(
         self, prompt: Any, num_samples: int = 1, sampling_params: Any = None, **settings: Any
@@ -390,7 +403,7 @@ class SamplingClient:
             self._shared.seeds += num_samples if params.seed is None else 0
             return self._shared.banks[key].sample(self._number, self._weights, tokens, num_samples, with_seed)
 
-        return CallFuture(self._shared.thread.do(sample))
+        return CallFuture(self._shared.thread.do(sample), self)
 
 
 def _start(session: Session, name: str, adapter: Mapping[str, Any]) -> Task:
@@ -449,52 +462,3 @@ def _targets_of(row: Row, weights: Callable[[tuple[int, ...]], np.ndarray]) -> d
     if TARGETS not in row.inputs:
         raise CallError("call.inputs", f"a custom loss needs the input {TARGETS}.")
     return {TARGETS: row.inputs[TARGETS], WEIGHTS: weights(row.inputs[TARGETS].shape)}
-
-
-def _differentiate(
-    loss_fn: CustomLoss, data: Sequence[Any], logprobs: list[np.ndarray], returns_gradients: bool
-) -> tuple[float, dict[str, float], list[Any]]:
-    if returns_gradients:
-        loss, metrics, gradients = _parts(loss_fn(data, logprobs), ("loss", "metrics", "gradients"))
-    else:
-        import jax
-        import jax.numpy as jnp
-
-        loss_and_gradients = jax.value_and_grad(
-            lambda arrays: _parts(loss_fn(data, arrays), ("loss", "metrics")), has_aux=True
-        )
-        (loss, metrics), gradients = loss_and_gradients([jnp.asarray(array) for array in logprobs])
-    if len(gradients) != len(logprobs):
-        raise CallError("call.inputs", f"{len(gradients)} gradients for {len(logprobs)} data.")
-    for number, (gradient, array) in enumerate(zip(gradients, logprobs, strict=True)):
-        if np.shape(gradient) != array.shape:
-            message = (
-                f"a gradient of the loss has the shape {np.shape(gradient)}, and its log-probabilities {array.shape}."
-            )
-            raise CallError("call.loss", message, where=f"datum {number}")
-        if not np.isfinite(gradient).all():
-            message = "the gradient of the loss is not finite."
-            raise CallError(
-                "call.loss", message, where=f"datum {number}", fix="look for log 0, 0 / 0 and infinite ratios"
-            )
-    return float(loss), {name: float(value) for name, value in metrics.items()}, list(gradients)
-
-
-def _parts(returned: Any, names: Sequence[str]) -> Any:
-    """Checks what a custom loss has returned.
-
-    Raises:
-        CallError: `call.loss`.
-    """
-    expected = f"({', '.join(names)})"
-    if not isinstance(returned, tuple) or len(returned) != len(names):
-        raise CallError(
-            "call.loss", f"the loss returned a {type(returned).__name__}, not {expected}.", fix=f"return {expected}"
-        )
-    loss, metrics = returned[:2]
-    if np.shape(loss) != ():
-        message = f"the loss has the shape {np.shape(loss)}, and must be one number."
-        raise CallError("call.loss", message, fix="loss.sum()")
-    if not isinstance(metrics, Mapping) or not all(np.shape(value) == () for value in metrics.values()):
-        raise CallError("call.loss", "the metrics of the loss are no table of numbers.", fix="return loss, {}")
-    return returned

@@ -6,6 +6,8 @@ The last tests are of `lf.training_client`, on the same session.
 from __future__ import annotations
 
 import asyncio
+import gc
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -503,3 +505,20 @@ def test_calls_of_a_closed_client_fail(opened):
     client.close()
     with pytest.raises(lf.LoraFusionError, match="client was closed"):
         client.forward(data()).result()
+
+
+def test_a_client_ends_after_its_last_result_and_sampler(opened):
+    """A cell of a notebook that runs again must not hold the base of the run before."""
+    others = set(opened._shared.clients)
+    sampler = opened.new_client(rank=2).save_weights_and_get_sampling_client()
+    samples = sampler.sample([5, 6], max_tokens=2, stop=[])
+    del sampler
+    gc.collect()
+    assert len(samples.result()[0].tokens) == 2
+    assert opened._shared.clients > others
+    del samples
+    gc.collect()
+    ends = time.monotonic() + 60
+    while opened._shared.clients != others and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert opened._shared.clients == others

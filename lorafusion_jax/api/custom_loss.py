@@ -1,0 +1,69 @@
+"""Losses that a caller writes: functions of the log-probabilities of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lorafusion_jax.errors import CallError
+
+type CustomLoss = Callable[[Sequence[Any], list[Any]], Any]
+
+
+def differentiate(
+    loss_fn: CustomLoss, data: Sequence[Any], logprobs: list[np.ndarray], returns_gradients: bool
+) -> tuple[float, dict[str, float], list[Any]]:
+    """Returns loss, metrics and the gradient with respect to each array.
+
+    Args:
+        returns_gradients: the loss returns them; it may use numpy.
+
+    Raises:
+        CallError: `call.loss`, it returned something else.
+    """
+    if returns_gradients:
+        loss, metrics, gradients = _parts(loss_fn(data, logprobs), ("loss", "metrics", "gradients"))
+    else:
+        import jax
+        import jax.numpy as jnp
+
+        loss_and_gradients = jax.value_and_grad(
+            lambda arrays: _parts(loss_fn(data, arrays), ("loss", "metrics")), has_aux=True
+        )
+        (loss, metrics), gradients = loss_and_gradients([jnp.asarray(array) for array in logprobs])
+    if len(gradients) != len(logprobs):
+        raise CallError("call.inputs", f"{len(gradients)} gradients for {len(logprobs)} data.")
+    for number, (gradient, array) in enumerate(zip(gradients, logprobs, strict=True)):
+        if np.shape(gradient) != array.shape:
+            message = (
+                f"a gradient of the loss has the shape {np.shape(gradient)}, and its log-probabilities {array.shape}."
+            )
+            raise CallError("call.loss", message, where=f"datum {number}")
+        if not np.isfinite(gradient).all():
+            message = "the gradient of the loss is not finite."
+            raise CallError(
+                "call.loss", message, where=f"datum {number}", fix="look for log 0, 0 / 0 and infinite ratios"
+            )
+    return float(loss), {name: float(value) for name, value in metrics.items()}, list(gradients)
+
+
+def _parts(returned: Any, names: Sequence[str]) -> Any:
+    """Checks what a custom loss has returned.
+
+    Raises:
+        CallError: `call.loss`.
+    """
+    expected = f"({', '.join(names)})"
+    if not isinstance(returned, tuple) or len(returned) != len(names):
+        raise CallError(
+            "call.loss", f"the loss returned a {type(returned).__name__}, not {expected}.", fix=f"return {expected}"
+        )
+    loss, metrics = returned[:2]
+    if np.shape(loss) != ():
+        message = f"the loss has the shape {np.shape(loss)}, and must be one number."
+        raise CallError("call.loss", message, fix="loss.sum()")
+    if not isinstance(metrics, Mapping) or not all(np.shape(value) == () for value in metrics.values()):
+        raise CallError("call.loss", "the metrics of the loss are no table of numbers.", fix="return loss, {}")
+    return returned
