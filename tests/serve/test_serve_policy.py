@@ -18,6 +18,7 @@ from lorafusion_jax.serve.control.policy_scheduler import PolicyScheduler
 from lorafusion_jax.serve.control.scheduler import plan_of_row
 from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.keys import Limits
 from scheduling.online import ChangeCosts, Decision, Mesh, Rates
 from scheduling.online.policies.baselines import Packing
 
@@ -214,8 +215,12 @@ def test_a_policy_plans_with_the_settings_of_sessions(options, fits, capacity, t
     job = {"id": "law", "owner": "ana", "base": "tall", "spec": spec, "lengths": [600, 200, 900], "rank": 4, "step": 0}
     job |= {"steps": 9, "weight": 1.0, "priority": 0, "created": None, "queued": None, "state": "queued"}
     assert bool(scheduler.refuses(job | {"base": "large"})) is not fits
-    wait_for(lambda: scheduler.decide([job], {}).sessions)
-    assert [plan.capacity_tokens for plan in scheduler.decide([job], {}).sessions.values()] == [capacity]
+    earlier = job | {"id": "earlier", "base": "large"}  # of a service with other settings
+    wait_for(lambda: scheduler.decide([job, earlier], {}).sessions)
+    decided = scheduler.decide([job, earlier], {})
+    assert [plan.capacity_tokens for plan in decided.sessions.values() if plan.base == "tall"] == [capacity]
+    why = scheduler.full(earlier, [job, earlier], Limits())
+    assert ("fits on no GPUs of this service" in why) is not fits
 
 
 def write_base(folder: Path, sizes: dict[str, int]) -> Path:

@@ -285,8 +285,8 @@ def test_a_waiting_job_knows_its_turn(tmp_path):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"rank": 17}, "no place of this service holds lora of rank 17: start it with --places lora:17:1"),
-        ({"base": "huge"}, "this service has no base huge: start it with --base huge=FOLDER"),
+        ({"rank": 17}, "no place of this service holds lora of rank 17: add lora:17:1 to its --places"),
+        ({"base": "huge"}, "this service has no base huge: add --base huge=FOLDER to its start"),
     ],
 )
 def test_a_job_of_an_earlier_service_says_what_this_one_lacks(tmp_path, change, why):

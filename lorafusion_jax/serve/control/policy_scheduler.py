@@ -83,6 +83,7 @@ class PolicyScheduler:
         self._answer: Future[list[Decision]] | None = None  # of a policy that thinks
         self._members: dict[str, str] = {}  # job → its session, as decided
         self._rows: dict[str, Row] = {}
+        self._too_large = set[str]()  # jobs that fit on no GPUs that this service has
         self._ready: dict[str, bool] = {}
         self._sessions: dict[str, SessionPlan] = {}
         self._told, self._refused = 0, False  # refusals that were returned; whether the last decision was refused
@@ -196,12 +197,14 @@ class PolicyScheduler:
             del self._rows[name]
             self._cluster.leave(name, now)
         arrivals = [row for name, row in present.items() if name not in self._rows]
+        self._too_large.clear()
         for row in sorted(arrivals, key=lambda row: (row["created"], row["id"])):
             try:
                 waited_s = self._policy_s(time.time(), now) - self._policy_s(row["queued"], now)
                 self._cluster.arrive(self._job(row, now), now, row["step"], waited_s=waited_s)
             except PlanError:
-                del present[row["id"]]  # refused when it was checked, or the service has other GPUs now
+                self._too_large.add(row["id"])  # for an earlier service it was not
+                del present[row["id"]]
         revisions = [row for name, row in present.items() if _asks(row) != _asks(self._rows.get(name, row))]
         for row in revisions:
             self._cluster.revise(self._job(row, now), now)
@@ -223,6 +226,8 @@ class PolicyScheduler:
     def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
         if why := no_base(row["base"], self._shapes):
             return why
+        if row["id"] in self._too_large:
+            return f"{row['base']} with its samples fits on no GPUs of this service: start it with more, or larger ones"
         groups = [*self._cluster.groups.values()]
         busy_gpus = sum(len(group.gpus) for group in groups if group.members)
         gpus = sum(worker.gpus for worker in self._workers if worker.name not in self._cluster.down)

@@ -115,7 +115,7 @@ class OneSession:
 
 def no_base(base: str, served: Collection[str]) -> str:
     """What a job waits for whose base a later server does not have; empty if it has."""
-    return "" if base in served else f"this service has no base {base}: start it with --base {base}=FOLDER"
+    return "" if base in served else f"this service has no base {base}: add --base {base}=FOLDER to its start"
 
 
 def plan_of_row(row: Mapping[str, Any]) -> SessionPlan:

@@ -101,7 +101,7 @@ class Shares:
         kind, rank = kind_of(row["spec"]), row["rank"]
         count = self.layout.count(kind, rank)
         if not count:
-            return f"no place of this service holds {kind} of rank {rank}: start it with --places {kind}:{rank}:1"
+            return f"no place of this service holds {kind} of rank {rank}: add {kind}:{rank}:1 to its --places"
         if count == 1:
             return f"the only place that holds {kind} of rank {rank} is taken"
         return f"all {count} places that hold {kind} of rank {rank} are taken"
