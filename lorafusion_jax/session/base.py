@@ -18,7 +18,7 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import place_specs, residents, stack_of
 from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.errors import RunError, raise_all
+from lorafusion_jax.errors import ConfigError, LoraFusionError, RunError, raise_all
 from lorafusion_jax.families.per_layer_input import TABLE as INPUT_TABLE
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
@@ -62,12 +62,33 @@ def check_mesh(config: JobConfig) -> None:
         CheckpointError: the model is missing.
         ConfigError, ErrorList: `mesh.devices`, `mesh.processes`, `mesh.stages`, `mesh.layers`, `mesh.tensor`.
     """
+    check_on_mesh(config)
     mesh = config.mesh
     stage_meshes(mesh.stages, mesh.data, mesh.fsdp, mesh.tensor)
     if mesh.stages > 1 or mesh.layers is not None or mesh.tensor > 1:
-        model = ModelConfig.from_hf(base_directory(config))
-        raise_all(tensor_problems(config, model))
-        stage_layers(model, mesh.stages, mesh.layers)
+        stage_layers(ModelConfig.from_hf(base_directory(config)), mesh.stages, mesh.layers)
+
+
+def check_on_mesh(config: JobConfig) -> None:
+    """Checks that the mesh of a run can do what its adapters need: those that join it, too.
+
+    Raises:
+        ConfigError, ErrorList: `mesh.processes`, `mesh.tensor`.
+    """
+    texts = (
+        ("train.samples", config.train.samples, "train.samples: 0, and lorafusion generate RUN afterwards"),
+        ("rollout", any(a.rollout.is_on for a in config.adapters), "one process with all devices of a host"),
+        ("eval.score", any(a.eval.score is not None for a in config.adapters), "leave out eval.score"),
+    )
+    why = "tokens go from the last stage to the first"
+    errors: list[LoraFusionError] = [
+        ConfigError("mesh.processes", f"{key} needs a run of one process.", why=why, fix=fix)
+        for key, is_on, fix in texts
+        if is_on and jax.process_count() > 1
+    ]
+    if config.mesh.stages > 1 or config.mesh.tensor > 1:
+        errors += tensor_problems(config, ModelConfig.from_hf(base_directory(config)))
+    raise_all(errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

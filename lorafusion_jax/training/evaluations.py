@@ -29,7 +29,7 @@ from lorafusion_jax.session.session import Session
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.rollouts import Rollouts
-from lorafusion_jax.training.text_samples import LiveGenerator, TextSamples, check_one_process, prompt_of
+from lorafusion_jax.training.text_samples import LiveGenerator, TextSamples, prompt_of
 
 
 class Evaluations:
@@ -151,16 +151,11 @@ class Scores:
 
     Args:
         folder: for what they print.
-
-    Raises:
-        ConfigError: `config.eval`, the run has several processes.
     """
 
     def __init__(self, job: Job, session: Session, folder: Path, generator: LiveGenerator):
         self._job, self._session, self._folder, self._generator = job, session, folder, generator
         self._functions: dict[str, Functions] = {}
-        if any(adapter.eval.score is not None for adapter in job.config.adapters):
-            check_one_process("config.eval", "eval.score needs", fix="leave out eval.score")
 
     def score(self, name: str) -> float | None:
         """Returns the mean score of an adapter; None without a function.

@@ -21,7 +21,7 @@ from lorafusion_jax.errors import ErrorList, LoraFusionError, RunError, raise_al
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.report.events import Listener, PhaseBegun, PlanRevised, RequestRefused
 from lorafusion_jax.report.record import compared_by, eval_digests, scored_by
-from lorafusion_jax.session.base import check_adapters
+from lorafusion_jax.session.base import check_adapters, check_on_mesh
 from lorafusion_jax.session.processes import any_process, is_first
 from lorafusion_jax.training.agreement import disagreement_on
 from lorafusion_jax.training.changes import Change, cap_slots, check_request, recorded_changes, revise
@@ -329,6 +329,7 @@ def with_adapters(job: Job, adapters: Sequence[AdapterConfig], lacks_memory: Lac
     """
     check_names(adapters, job.config)
     addition = job.config.model_copy(update={"adapters": tuple(adapters)})
+    check_on_mesh(addition)
     prepared = prepare(addition)
     read_warm_starts(addition)
     raise_all(check_start_bases(addition))

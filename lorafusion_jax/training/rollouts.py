@@ -31,7 +31,7 @@ from lorafusion_jax.rollout.rewards import rewards_of
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
-from lorafusion_jax.training.text_samples import LiveGenerator, check_one_process
+from lorafusion_jax.training.text_samples import LiveGenerator
 
 ASKED, ANSWERED = "ask", "answer"
 SHOWN = 2  # answers of a batch that the run's events and its report have
@@ -65,7 +65,6 @@ class Rollouts:
         self._stored: dict[int, list[Drawn]] = {}
         if not any(data.rollout for data in job.prepared.adapters.values()):
             return
-        check_one_process("config.rollout", "rollouts need", fix="one process with all devices of a host")
         for path in sorted(folder.glob("*.json")):
             self._stored[int(path.stem)] = _read(path)
         for slot, batches in self._stored.items():

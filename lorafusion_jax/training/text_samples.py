@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 
 from lorafusion_jax.data.prepare import tokenizer_of
 from lorafusion_jax.data.prompts import prompt_tokens
 from lorafusion_jax.data.tokenized_set import TokenizedSet
-from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.generation.requests import Request
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.text import TokenGenerator
@@ -17,17 +15,6 @@ from lorafusion_jax.session.session import Session
 from lorafusion_jax.training.job import Job
 
 FIRST_TOKENS = 16  # of a sample that is learned from its first token on
-
-
-def check_one_process(code: str, subject: str, fix: str) -> None:
-    """Checks that a process has all stages, and can make text.
-
-    Raises:
-        ConfigError: `code`.
-    """
-    if jax.process_count() > 1:
-        message = f"{subject} a run of one process: tokens go from the last stage to the first."
-        raise ConfigError(code, message, fix=fix)
 
 
 class LiveGenerator:
@@ -52,20 +39,11 @@ class LiveGenerator:
 
 
 class TextSamples:
-    """Generates the texts of `train.samples` and reports them to a listener.
-
-    Raises:
-        ConfigError: `train.samples`, the run has several processes.
-    """
+    """Generates the texts of `train.samples` and reports them to a listener."""
 
     def __init__(self, job: Job, session: Session, listener: Listener, generator: LiveGenerator):
         self._job, self._session, self._emit, self._generator = job, session, listener, generator
         self._settings = job.config.train
-        if not self._settings.samples:
-            return
-        check_one_process(
-            "train.samples", "train.samples needs", fix="train.samples: 0, and lorafusion generate RUN afterwards"
-        )
 
     def generate(self, name: str, step: int, slots_done: int) -> None:
         """Generates the texts of one adapter."""

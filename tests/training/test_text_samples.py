@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
 import small_jobs
 
 import lorafusion_jax as lf
+from lorafusion_jax.config.load import load_config
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.log_file import read_rows
-from lorafusion_jax.training.evaluations import Scores
-from lorafusion_jax.training.text_samples import TextSamples
+from lorafusion_jax.session.base import check_mesh
+from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.revisions import with_adapters
 
 PROMPTS = ["adapter base", "<b>kernel</b>"]
 
@@ -82,17 +82,24 @@ def shown(run: lf.Run, folder) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("section", "make"),
+    ("settings", "of_adapter", "key"),
     [
-        ({"train": SimpleNamespace(samples=2)}, lambda job: TextSamples(job, None, print, None)),
-        (
-            {"adapters": [SimpleNamespace(eval=SimpleNamespace(score="score.py:short"))]},
-            lambda job: Scores(job, None, Path("rollouts"), None),
-        ),
+        ({"train": {"samples": 2}}, {}, "train.samples"),
+        ({}, {"eval": {"score": "score.py:short"}}, "eval.score"),
+        ({}, {"objective": "grpo", "rollout": {"reward": "exact", "group": 4}}, "rollout"),
     ],
-    ids=["train.samples", "eval.score"],
 )
-def test_a_run_of_several_processes_makes_no_text(section, make, monkeypatch, request):
+def test_a_run_of_several_processes_makes_no_text(settings, of_adapter, key, tmp_path, tiny_base, monkeypatch):
+    """Neither does one that an adapter joins: it would end at the first evaluation."""
+    (tmp_path / "score.py").write_text("def short(prompts, completions): return [0.0] * len(prompts)\n")
+    rows = small_jobs.write_rows(tmp_path, "law", 4)
+    law = {"name": "law", "data": {"train": rows, "eval": rows, "max_length": 512}}
+    batch = {"batch": {"global_samples": 4, "capacity_tokens": 512, "tile_tokens": 16}}
+    config = load_config(small_jobs.write_job(tmp_path, tiny_base, [law | of_adapter], **batch, **settings))
+    check_mesh(config)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match=f"{request.node.callspec.id} needs a run of one process"):
-        make(SimpleNamespace(config=SimpleNamespace(**section)))
+    with pytest.raises(ConfigError, match=f"{key} needs a run of one process"):
+        check_mesh(config)
+    run = Job(config=config.model_copy(update={"adapters": ()}), prepared=None, plan=None)
+    with pytest.raises(ConfigError, match=f"{key} needs a run of one process"):
+        with_adapters(run, config.adapters, lambda config: None)
