@@ -61,7 +61,7 @@ DEPTH = "quantised_depth_cpu_2026-11-23/quantised_depth.csv"
 PIPELINES = "pipelines_2026-11-24"
 PLANNED = "planner_2026-11-24"  # with counted budgets; those of PLANNER were of wall time, on a quiet machine
 FLOORS = "plan_floors_2026-11-29"
-PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-26", "scaling_2026-11-22"
+PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-30", "scaling_2026-11-22"
 SHARDED_NAMES = {
     "ours": "ours, four adapters together, a stage per card",
     "fsdp": "ours, one adapter after another, `mesh.fsdp`",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,6 +10,10 @@ from scheduling.cost_model import CostModel
 from scheduling.pipeline import Event, Program, one_forward_one_backward, play
 from scheduling.plan import Plan
 from scheduling.timeline import Span, Timeline
+
+# Attention costs the square of a segment's length: padding of a whole microbatch is cut into so many, a part of one
+# into as many as it has eighths.
+PADDING_SEGMENTS = 8
 
 
 def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = None) -> Timeline:
@@ -62,7 +66,7 @@ def slot_squares(plan: Plan) -> list[int]:
 
     >>> from scheduling import AdapterJob, make_plan
     >>> job = AdapterJob(name="law", sample_tokens=(64, 32), global_batch=2)
-    >>> slot_squares(make_plan([job], capacity_tokens=128, num_stages=1, tile_tokens=32)) == [64**2 + 32**2 + 32**2]
+    >>> slot_squares(make_plan([job], capacity_tokens=128, num_stages=1, tile_tokens=32)) == [64**2 + 32**2 + 2 * 16**2]
     True
     """
     replicas = max((len(slot.replicas) for slot in plan.slots), default=1)
@@ -70,10 +74,32 @@ def slot_squares(plan: Plan) -> list[int]:
     parts = plan.parts
     np.add.at(tokens, (parts.slot, parts.replica), parts.tokens)
     np.add.at(squares, (parts.slot, parts.replica), parts.squares)
-    padding = np.array(plan.slot_capacities, np.int64)[:, None] - tokens  # it is its own segment
+    capacities = np.array(plan.slot_capacities, np.int64)[:, None]
+    padding = capacities - tokens
     for slot, layout in enumerate(len(slot.replicas) for slot in plan.slots):
         padding[slot, layout:] = 0
-    return (squares + padding * padding).max(axis=1, initial=0).tolist()
+    length = _padding_length(padding, capacities, PADDING_SEGMENTS)
+    full, rest = np.divmod(padding, np.maximum(length, 1))
+    return (squares + full * length**2 + rest**2).max(axis=1, initial=0).tolist()
+
+
+def padding_segments(rows: int, capacity: int, places: int = PADDING_SEGMENTS) -> list[int]:
+    """The lengths of the segments of a microbatch's padding, which share its rows evenly.
+
+    Args:
+        rows: of padding.
+        places: for segments that nothing else takes, at least one.
+
+    >>> padding_segments(96, 128), padding_segments(96, 128, places=2), padding_segments(9, 128)
+    ([16, 16, 16, 16, 16, 16], [48, 48], [9])
+    """
+    length = int(_padding_length(np.int64(rows), capacity, places))
+    return [min(length, rows - first) for first in range(0, rows, max(length, 1))]
+
+
+def _padding_length(rows: Any, capacity: Any, places: int) -> Any:
+    segments = np.minimum(-(-rows * PADDING_SEGMENTS // capacity), places)
+    return -(-rows // np.maximum(segments, 1))
 
 
 def _loads(plan: Plan) -> list[_Load]:

@@ -25,6 +25,7 @@ from lorafusion_jax.data.sample_table import (
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.objective.rows import MOST_TARGETS, NO_ROW, RowNumbers
 from scheduling import SampleRef
+from scheduling.simulate import padding_segments
 
 TARGET_SIZES = (1, 4, 16, MOST_TARGETS)  # few, because each compiles the head
 MASK64 = (1 << 64) - 1
@@ -246,7 +247,8 @@ def assemble(
     end = starts[-1] + len(pieces[-1].tokens) if pieces else 0
     tile_end = -(-end // tile_tokens) * tile_tokens
     offsets = [start + first for piece, start in zip(pieces, starts, strict=True) for first, _ in piece.segments()]
-    offsets += [tile_end] if tile_end < capacity_tokens else []
+    padding = padding_segments(capacity_tokens - tile_end, capacity_tokens, max_segments - len(offsets))
+    offsets += itertools.accumulate(padding[:-1], initial=tile_end) if padding else []
     ids, segment_offsets, lengths = _segments(offsets, capacity_tokens, max_segments)
     return Microbatch(
         rows.tokens,

@@ -36,7 +36,7 @@ from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen
 from lorafusion_jax.planning.held_out import pack_set
 from lorafusion_jax.session.task import Task, tasks_of
 from scheduling import Plan, SampleRef
-from scheduling.simulate import slot_squares
+from scheduling.simulate import padding_segments, slot_squares
 from scheduling.types import Limits
 from scheduling.window import Tail
 
@@ -291,8 +291,9 @@ class Batches:
                 {ranked[round(rank)] for rank in np.linspace(0, len(ranked) - 1, per_capacity)} if ranked else set()
             )
             loads += [Load(self.of(slot), size, squares[slot]) for slot in sorted(sampled_slots)]
-            if not ranked:  # a capacity that no slot takes: one segment of padding
-                loads.append(Load(self._assembler.padding(self._shapes[size]), size, size * size))
+            if not ranked:  # a capacity that no slot takes: padding alone
+                squares_of_padding = sum(length**2 for length in padding_segments(size, size))
+                loads.append(Load(self._assembler.padding(self._shapes[size]), size, squares_of_padding))
         return loads
 
 

@@ -53,6 +53,13 @@ def test_tiles_belong_to_one_adapter_and_padding_to_none():
     np.testing.assert_array_equal(batch.row_adapter, np.repeat(batch.tile_adapter, TILE))
 
 
+@pytest.mark.parametrize(("samples", "padding"), [(1, [21] * 6 + [18]), (5, [27, 27, 26]), (7, [48])])
+def test_padding_is_cut_into_the_places_that_are_free(samples, padding):
+    """Attention costs the square of a segment's length."""
+    lengths = packed([piece(0, 16) for _ in range(samples)]).segment_lengths
+    assert lengths[lengths > 0].tolist() == [16] * samples + padding
+
+
 def test_too_many_rows_are_refused():
     with pytest.raises(ValueError, match="do not fit"):
         packed([piece(0, 100), piece(1, 100)])

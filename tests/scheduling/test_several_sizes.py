@@ -89,7 +89,7 @@ def test_long_samples_get_the_size_that_holds_them():
 def test_padding_and_times_follow_the_slot():
     plan = make_plan([AdapterJob("law", [200, 1000], 1)], capacity_tokens=SIZES, num_stages=1, tile_tokens=8)
     assert plan.slot_capacities == (256, 1024)
-    assert slot_squares(plan) == [200**2 + 56**2, 1000**2 + 24**2]
+    assert slot_squares(plan) == [200**2 + 2 * 28**2, 1000**2 + 24**2]
     costs = CostModel(stages=(StageCost(forward=PassCost(token_s=1.0), backward=PassCost()),), transfer_token_s=9.0)
     assert simulate(plan, costs).duration_s == 256 + 1024
 

@@ -74,7 +74,8 @@ def test_static_shapes_cost_their_capacity_and_squares_their_samples():
     part = PassCost(fixed_s=1, token_s=0.01, square_s=0.001)
     spans = simulate(plan, CostModel(stages=(StageCost(forward=part, backward=PassCost()),))).spans
     seconds = sorted(s.end_s - s.start_s for s in spans if s.kind == "forward")
-    by_hand = sorted(1 + 2.56 + 0.001 * (n**2 + (256 - n) ** 2) for n in (100, 60))
+    squares = (100**2 + 4 * 32**2 + 28**2, 60**2 + 7 * 28**2)  # padding is cut evenly, a segment for each eighth
+    by_hand = sorted(1 + 2.56 + 0.001 * square for square in squares)
     assert seconds == pytest.approx(by_hand)
 
 
@@ -83,7 +84,7 @@ def test_the_slowest_replica_decides():
     assert plan.num_slots == 1
     part = PassCost(square_s=1.0)
     duration = simulate(plan, CostModel(stages=(StageCost(forward=part, backward=PassCost()),))).duration_s
-    assert duration == 100**2 + 28**2
+    assert duration == 100**2 + 2 * 14**2
 
 
 def test_fit_recovers_the_costs():
