@@ -46,14 +46,16 @@ def find_base(
 
 
 def similar_folder(direct: Path, typed: str, fix: str) -> str:
-    """Names the folder that was probably meant, or the models that are there before the fix."""
+    """Names the folder that was probably meant, or before the fix the models in a folder that is none, or beside it."""
+    is_here = is_directory(direct)
+    folder, prefix = (direct, Path(typed)) if is_here else (direct.parent, Path(typed).parent)
     try:
-        names = sorted(path.name for path in direct.parent.iterdir() if path.is_dir())
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
     except (OSError, ValueError):
         return fix
-    models = [str(Path(typed).with_name(name)) for name in names if (direct.parent / name / "config.json").is_file()]
-    beside = f"{first_few(models, MOST_MODELS)}; or " if models else ""
-    return did_you_mean_path(Path(typed), names) or beside + fix
+    models = [str(prefix / name) for name in names if (folder / name / "config.json").is_file()]
+    near = "" if is_here else did_you_mean_path(Path(typed), names)
+    return near or (f"{first_few(models, MOST_MODELS)}; or " if models else "") + fix
 
 
 def base_identity(config: JobConfig) -> tuple[str, str | None]:

@@ -86,8 +86,9 @@ class Rungs:
             last_slot[job] + self._problem.num_stages if job in last_slot else ready
             for job, ready in enumerate(self._ready)
         ]
+        all_left = max((earliest[job] for job in self._resting), default=0)
         for job in self._resting:
-            earliest[job] = max(earliest[other] for other in self._resting)
+            earliest[job] = all_left
         self._ready = [max(0, slot - len(filling)) for slot in earliest]
         self.filling += [
             tuple(tuple((job, self._begins[job] + batch, mask) for job, batch, mask in parts) for parts in replicas)

@@ -243,6 +243,7 @@ def test_places_of_samplers_are_checked(text):
         (["train.remat"], "fix: train.remat=VALUE"),
         (["base.model=models/any"], "fix: --base FOLDER"),
         (["--base", "models/any"], "models/tiny"),
+        (["--base", "small=models"], "fix: models/tiny; or a folder with config.json"),
     ],
 )
 def test_what_a_service_does_not_take_is_refused(options, why, tmp_path, tiny_base, monkeypatch, capsys):
