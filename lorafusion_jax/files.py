@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,9 +37,8 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """`replace_text` for a file that a user names. A device or a pipe, as /dev/null, is written to and stays."""
-    mode = path.stat().st_mode if path.exists() else 0
-    if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or path.absolute().parent == Path("/dev"):
+    """`replace_text` for a file that a user names. A link, a pipe or a device, as /dev/null, is written to."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_text(text, encoding="utf-8")
     else:
         replace_text(path, text)

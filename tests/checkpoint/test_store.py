@@ -118,3 +118,9 @@ def test_what_a_user_names_is_written_to_if_it_is_no_file(tmp_path):
     write_output(file, "old")
     write_output(file, "new")
     assert (file.read_text(), sorted(path.name for path in tmp_path.iterdir())) == ("new", ["note.txt", "pipe"])
+    with file.open() as handle:  # as a shell redirects the standard output
+        write_output(Path(f"/dev/fd/{handle.fileno()}"), "through")
+    assert file.read_text() == "through"
+    (tmp_path / "link").symlink_to(file)
+    write_output(tmp_path / "link", "newest")
+    assert (file.read_text(), (tmp_path / "link").is_symlink()) == ("newest", True)
