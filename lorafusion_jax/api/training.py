@@ -21,7 +21,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.read import source_of
-from lorafusion_jax.config.stack import check_session_settings
+from lorafusion_jax.config.stack import check_session
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import CallError, CheckpointError, RunError
 from lorafusion_jax.machine import prepare_machine
@@ -151,7 +151,7 @@ def training_client(
     adapter = {"name": "client", "data": no_data, "lora": {"rank": rank, "alpha": alpha, "targets": targets}}
     job = {name: section for name, section in sections.items() if section is not None} | {"adapters": [adapter]}
     config = parse_config(source_of(job))
-    check_session_settings(config.batch, config.train)
+    check_session(config)
     narrow = None if isinstance(targets, str) else targets
     classes = Places.of({rank: 1} if places is None else places, dropout=False, targets=narrow)
     if not classes.holds("lora", rank):  # before the base is read

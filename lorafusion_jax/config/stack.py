@@ -182,6 +182,19 @@ OF_SESSIONS = {
 }
 
 
+def check_session(config: JobConfig) -> None:
+    """Refuses settings that need the data of a run.
+
+    Raises:
+        ConfigError: `session.auto`; see `check_session_settings`.
+    """
+    if config.auto:
+        message = f"{', '.join(config.auto)} is auto, which looks at the data of a run."
+        why = "a service or a training client has no data when it starts"
+        raise ConfigError("session.auto", message, why=why, fix="give it a value")
+    check_session_settings(config.batch, config.train)
+
+
 def check_session_settings(*sections: BatchSettings | TrainSettings) -> None:
     """Refuses what only a run has: its plan says when an adapter needs its place, and calls and jobs come unforeseen.
 

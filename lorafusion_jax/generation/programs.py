@@ -98,10 +98,8 @@ class GenerationPrograms:
     def __init__(self, stage: Stage, options: Mapping[str, Any] | None = None):
         if stage.parts.tensor > 1:
             message = f"{stage.parts.tensor} devices share each layer of this base, and such a base makes no text."
-            why, fix = (
-                "text is made by devices with whole layers",
-                "mesh.tensor: 1, or generate from the exported adapter",
-            )
+            why = "text is made by devices with whole layers"
+            fix = "mesh.tensor: 1, or generate from the exported adapter"
             raise RunError("generate.tensor", message, why=why, fix=fix)
         self._options = {**ROUNDS, **(options or {})}
         self._parts, self._mesh, self._layout = stage.parts, stage.mesh, stage.parts.leaves

@@ -418,15 +418,15 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _sections(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    from lorafusion_jax.config.schema import SHARED, BatchSettings, TrainSettings
-    from lorafusion_jax.config.stack import check_session_settings
+    from lorafusion_jax.config.load import parse_config
+    from lorafusion_jax.config.read import source_of
+    from lorafusion_jax.config.stack import check_session
 
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for key, value in settings.items():
         section, _, name = key.partition(".")
         sections[section][name] = value
-    for name, values in sections.items():
-        section = SHARED[name].model_validate(({"model": "-"} if name == "base" else {}) | values)
-        if isinstance(section, BatchSettings | TrainSettings):
-            check_session_settings(section)
+    adapter = {"name": "any", "data": {"train": "-", "max_length": 2}}
+    config = parse_config(source_of(sections | {"base": {"model": "-"} | sections["base"], "adapters": [adapter]}))
+    check_session(config)
     return sections
