@@ -32,7 +32,7 @@ def find_base(
 ) -> Path:
     """Finds a base model: a path, relative to a directory, or a hub name; errors as of `base_directory`."""
     direct = directory / name
-    if is_directory(direct):
+    if is_directory(direct) and ((direct / "config.json").is_file() or not _models_in(direct)):
         return direct
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/"))
     if is_hub_name and not is_directory(direct.parent):  # next to a folder "models", models/8B is a folder, too
@@ -49,13 +49,20 @@ def similar_folder(direct: Path, typed: str, fix: str) -> str:
     """Names the folder that was probably meant, or before the fix the models in a folder that is none, or beside it."""
     is_here = is_directory(direct)
     folder, prefix = (direct, Path(typed)) if is_here else (direct.parent, Path(typed).parent)
-    try:
-        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    except (OSError, ValueError):
-        return fix
-    models = [str(prefix / name) for name in names if (folder / name / "config.json").is_file()]
-    near = "" if is_here else did_you_mean_path(Path(typed), names)
+    models = [str(prefix / name) for name in _models_in(folder)]
+    near = "" if is_here else did_you_mean_path(Path(typed), _folders_in(folder))
     return near or (f"{first_few(models, MOST_MODELS)}; or " if models else "") + fix
+
+
+def _models_in(folder: Path) -> list[str]:
+    return [name for name in _folders_in(folder) if (folder / name / "config.json").is_file()]
+
+
+def _folders_in(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_dir())
+    except (OSError, ValueError):
+        return []
 
 
 def base_identity(config: JobConfig) -> tuple[str, str | None]:

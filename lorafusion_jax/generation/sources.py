@@ -9,7 +9,7 @@ from typing import get_args
 
 from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
-from lorafusion_jax.checkpoint.base_model import base_directory, find_base
+from lorafusion_jax.checkpoint.base_model import base_directory, find_base, similar_folder
 from lorafusion_jax.checkpoint.begun_folder import read_start
 from lorafusion_jax.checkpoint.folder import CONFIG, RunFolder, no_run
 from lorafusion_jax.config.schema import BaseSettings
@@ -97,7 +97,7 @@ def find_source(
     else:
         message = f"{source} is neither a run, nor an adapter, nor a model."
         why = f"it has no {CONFIG}, {CONFIG_FILE} or config.json"
-        fix = did_you_mean_adapter(path, path) or "lorafusion generate RUN 'a prompt'"
+        fix = did_you_mean_adapter(path, path) or similar_folder(path, str(path), "lorafusion generate RUN 'a prompt'")
         raise CheckpointError("generate.source", message, why=why, fix=fix)
     origin = _with_asked(origin, adapters)
     return replace(origin, dtype=dtype or origin.dtype, quantize=quantize or origin.quantize)

@@ -10,6 +10,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory, base_in_command
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CheckpointError, ErrorList
+from lorafusion_jax.generation.sources import find_source
 
 
 def job(folder, model, **data):
@@ -46,6 +47,16 @@ def test_beside_other_models_a_name_is_a_folder(tmp_path, hub):
         base_directory(job(tmp_path, "weights/gemma"))
     assert caught.value.fix.startswith("weights/Qwen3-8B; or base.model: ")
     assert hub == []
+
+
+def test_a_folder_of_models_is_no_model_and_those_in_it_are_named(tmp_path):
+    (tmp_path / "models" / "8B").mkdir(parents=True)
+    assert find_base(tmp_path, "models") == tmp_path / "models"
+    (tmp_path / "models" / "8B" / "config.json").touch()
+    with pytest.raises(CheckpointError, match=r"model\.missing(.|\n)*fix: models/8B; or"):
+        find_base(tmp_path, "models")
+    with pytest.raises(CheckpointError, match=r"generate\.source(.|\n)*fix: .*models/8B; or lorafusion generate RUN"):
+        find_source(tmp_path / "models")
 
 
 def test_commands_name_a_base_from_where_they_are_typed(tmp_path, monkeypatch):
