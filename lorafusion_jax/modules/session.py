@@ -119,7 +119,7 @@ class Session:
             "rows": np.zeros(len(self.names), np.int32),  # since the last step
         }
         self._losses = jax.jit(self._sum_losses, static_argnames=("loss", "train"))
-        self._gradients = jax.jit(self._add_gradients, static_argnames="loss")
+        self._gradients = jax.jit(self._add_gradients, static_argnames="loss", donate_argnums=2)
         self._update = jax.jit(self._step_adapters)
         if id(model) not in _NEWEST:
             finalize(model, _NEWEST.pop, id(model), None)
@@ -142,7 +142,7 @@ class Session:
         """
         self._check_newest()
         state, parts = self._state, []
-        gradients, numbers = state["gradients"], state["rows"].copy()
+        gradients, numbers = jax.tree.map(jnp.copy, state["gradients"]), state["rows"].copy()
         for batch, table, number in self._microbatches(rows):
             part, gradients = self._gradients(
                 state["adapters"], self._frozen, gradients, batch, table, number, state["steps"], loss=loss
