@@ -13,8 +13,9 @@ from lorafusion_jax.session.task import AdapterProgress
 from scheduling import Plan
 
 # Format of a checkpoint: of its states, and of the fields below. 2 and 4 have one tree of arrays. The first files of 2
-# said `replicas`, which were all devices of a stage, and its later ones have the present fields (3 was never written).
-FORM, READ = 5, (2, 4, 5)
+# said `replicas`, which were all devices of a stage, and its later ones have the fields of 5 (3 was never written). 6
+# says who came late to a comparison of halving, and who was extended after an early stop.
+FORM, READ = 6, (2, 4, 5, 6)
 OTHER_VERSION = "resume the run with the version of lorafusion-jax that wrote it; its files are as they were written"
 
 

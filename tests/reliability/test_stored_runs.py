@@ -97,7 +97,7 @@ def test_a_state_of_the_first_format_is_read(whole_run, tmp_path):
 
 # Whoever changes a record raises its number, adds a stored run of it, and reads or names those of before.
 RECORDS = {  # record → its number, what it is made of, digest of the fields
-    "checkpoint": (FORM, 5, (AdapterProgress, Progress), "91fafd0f3248"),
+    "checkpoint": (FORM, 6, (AdapterProgress, Progress), "048138ee8ef3"),
     "change of run.json": (1, 1, (Change,), "4f5456c67afd"),
     "state of a job": (STATE_FORM, 2, (AdapterState,), "a847c6865344"),
 }
