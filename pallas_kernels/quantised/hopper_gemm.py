@@ -6,8 +6,8 @@
 The low-rank part goes into the accumulator in bfloat16, divided by the scales beforehand: they are powers of two, so
 nothing is rounded. cuBLAS knows one scale for a whole array only; this saves the pass that would scale its result. A
 tile of the addend is fetched during its product, into the shared memory from which the result is stored. Tiles and
-walk are those of `linear.hopper.gemm`. The pipeline goes on from tile to tile: the first operands of a tile are copied
-while the one before it is stored.
+walk are those of `linear.hopper.gemm`. Where stages divide the steps, the pipeline goes on from tile to tile: the first
+operands of a tile are copied while the one before it is stored.
 
 GEMM letters: M rows · C contracted features · N columns of the result · R padded rank · A adapters
 """
@@ -196,8 +196,8 @@ def _walk(static: _Static, refs: _Refs) -> None:
         def _(info):
             # Blocks work on neighbouring tiles at the same time, which share operands in L2.
             block = plgpu.planar_snake(info.index[0], static.grid, 1 if config.along_n else 0, config.band)
-            state = plgpu.PipelinePipeline
-            state = jnp.where(info.local_index == 0, state.START, state.STEADY) if goes_on else None
+            first, later = plgpu.PipelinePipeline.START, plgpu.PipelinePipeline.STEADY
+            state = jnp.where(info.local_index == 0, first, later) if goes_on else None
             pipeline = functools.partial(_pipeline, config, static.steps, state=state)
             _multiply_tile(static, refs, tiles, warpgroup, pipeline, buffers, *block)
 
