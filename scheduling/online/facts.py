@@ -8,6 +8,7 @@ T tokens of a microbatch · D model width · F MLP width · S stages
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -52,8 +53,8 @@ class Facts(Protocol):
         """Bytes of the fullest stage."""
         ...
 
-    def trainable_bytes(self, job: Job, num_stages: int) -> float:
-        """Bytes of the job's weights, gradient and optimizer state on a stage."""
+    def trainable_bytes(self, jobs: Sequence[Job], num_stages: int) -> float:
+        """Bytes of the weights, gradients and optimizer states of a group's jobs on a stage, beyond `stage_bytes`."""
         ...
 
 
@@ -66,8 +67,8 @@ class ShapeFacts:
     def stage_bytes(self, job: Job, num_stages: int, recompute: bool) -> StageBytes:
         return stage_bytes(job.shape, num_stages, recompute)
 
-    def trainable_bytes(self, job: Job, num_stages: int) -> float:
-        return trainable_bytes(job.shape, num_stages, job.rank, job.targets)
+    def trainable_bytes(self, jobs: Sequence[Job], num_stages: int) -> float:
+        return sum([trainable_bytes(job.shape, num_stages, job.rank, job.targets) for job in jobs])
 
 
 def recomputed(parts: CostParts) -> CostParts:

@@ -206,7 +206,7 @@ class Rates:
 
     def memory_gib(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> float | None:
         """GiB on each GPU of the fullest stage; None if the jobs do not fit on the mesh."""
-        adapters = self._adapters(members, mesh.stages)
+        adapters = self._facts.trainable_bytes(members, mesh.stages)
         for recompute in (False, True):
             stage = self._stage(members[0], mesh.stages, recompute)
             if stage.room(kind[1], adapters) >= mesh.capacity_tokens:
@@ -215,7 +215,7 @@ class Rates:
 
     def recomputes(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> bool:
         """Whether the jobs fit on the mesh only with recomputation in backward."""
-        adapters = self._adapters(members, mesh.stages)
+        adapters = self._facts.trainable_bytes(members, mesh.stages)
         return self._stage(members[0], mesh.stages, False).room(kind[1], adapters) < mesh.capacity_tokens
 
     @staticmethod
@@ -292,7 +292,7 @@ class Rates:
     ) -> GroupRate | None:
         if max(self.profile(job).longest for job in members) > mesh.capacity_tokens:
             return None
-        adapters = self._adapters(members, mesh.stages)
+        adapters = self._facts.trainable_bytes(members, mesh.stages)
         for recompute in (False, True):
             if self._stage(members[0], mesh.stages, recompute).room(kind[1], adapters) >= mesh.capacity_tokens:
                 cost = self._cost(members[0], kind, mesh.stages, recompute)
@@ -321,7 +321,7 @@ class Rates:
         for stages in MESHES:
             if stages > gpus or gpus % stages or stages > members[0].shape.num_layers:
                 continue
-            adapters, before = self._adapters(members, stages), 0
+            adapters, before = self._facts.trainable_bytes(members, stages), 0
             for recompute in (False, True):
                 room = min(LARGEST_CAPACITY, self._stage(members[0], stages, recompute).room(kind[1], adapters))
                 if recompute and before >= longest + 4 * TILE:
@@ -350,11 +350,3 @@ class Rates:
     def _stage(self, job: Job, stages: int, recompute: bool) -> StageBytes:
         key = ("stage", job.base_name, stages, recompute)
         return self._once(key, lambda: self._facts.stage_bytes(job, stages, recompute))
-
-    def _adapters(self, members: Sequence[Job], stages: int) -> float:
-        """Trainable bytes of all members, each at its own rank."""
-        total = 0.0
-        for job in members:
-            key = ("adapter", job.base_name, stages, job.rank, job.targets)
-            total += self._once(key, lambda job=job: self._facts.trainable_bytes(job, stages))
-        return total

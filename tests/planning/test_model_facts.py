@@ -8,8 +8,11 @@ import pytest
 from shapes import GEMMA_4_E2B
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.config.places import Places
+from lorafusion_jax.config.run_sections import BaseSettings, BatchSettings, MeshSettings, TrainSettings
+from lorafusion_jax.config.stack import session_config
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.planning.memory import MemoryProblem, stage_memory
+from lorafusion_jax.planning.memory import MemoryProblem, memory_problem, stage_memory
 from lorafusion_jax.planning.model_facts import ModelFacts
 from lorafusion_jax.planning.stages import stage_layers
 from scheduling.online import SHAPES, Job, Mesh, ModelShape, Rates, ShapeFacts
@@ -36,33 +39,51 @@ def job(base, **changes):
     return Job(**(values | {"base": base, "global_batch": 8} | changes))
 
 
+def session(base=None, places=None, **train):
+    """The job of a session, as of a service with these settings."""
+    settings = {"batch": BatchSettings(), "train": TrainSettings(**train), "directory": ""}
+    base = BaseSettings(model="tall", **(base or {}))
+    return session_config(base, MeshSettings(), Places.of(places or {32: 6}), **settings)
+
+
 @pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_bytes_are_those_of_the_memory_plan(stages, quantize):
-    facts, law = ModelFacts({"tall": PLAIN}, quantize), job(shape_of(PLAIN, "tall"), rank=24)
-    problem = MemoryProblem(
-        model=PLAIN,
-        adapters=(AdapterSpec(name="law", rank=24, alpha=24.0),),
-        optimizers=("adamw",),
-        layers=stage_layers(PLAIN, stages),
-        capacity_tokens=4096,
-        remat="nothing",
-        quantize=quantize,
-    )
+def test_bytes_are_those_of_the_memory_plan(stages):
+    facts, law = ModelFacts({"tall": PLAIN}), job(shape_of(PLAIN, "tall"), rank=24)
+    adapters = (AdapterSpec(name="law", rank=24, alpha=24.0),)
+    problem = MemoryProblem(model=PLAIN, adapters=adapters, optimizers=("adamw",), layers=stage_layers(PLAIN, stages),
+                            capacity_tokens=4096, remat="nothing")  # fmt: skip
     planned = max(stage.total for stage in stage_memory(problem))
-    counted = facts.stage_bytes(law, stages, True).total(4096, facts.trainable_bytes(law, stages))
+    counted = facts.stage_bytes(law, stages, True).total(4096, facts.trainable_bytes([law], stages))
     assert counted == pytest.approx(planned, rel=0.02)  # a straight line in the tokens; programs have steps
 
 
-def test_places_take_memory_whoever_is_in_them():
-    places = [AdapterSpec(name=f"place-{number}", rank=32, alpha=32.0) for number in range(6)]
-    facts, small = ModelFacts({"tall": PLAIN}, places={"tall": places}), job(shape_of(PLAIN, "tall"), rank=24)
-    problem = MemoryProblem(model=PLAIN, adapters=tuple(places), optimizers=("adamw",) * 6,
-                            layers=stage_layers(PLAIN, 1), capacity_tokens=4096, remat="nothing")  # fmt: skip
-    (stage,) = stage_memory(problem)
-    assert facts.trainable_bytes(small, 1) == 0
-    assert facts.stage_bytes(small, 1, True).total(4096, 0) == pytest.approx(stage.total, rel=0.02)
-    assert facts.trainable_bytes(job(small.base, rank=64), 1) > 0  # its session gets a larger place
+@pytest.mark.parametrize("settings", [{}, {"base": {"quantize": "nf4"}}, {"base": {"dtype": "float32"}}])
+@pytest.mark.parametrize("remat", ["auto", "everything", "nothing"])
+def test_bytes_are_those_of_the_session_that_opens(settings, remat):
+    """Its places take memory whoever is in them, in the type of the base, and it saves for backward what it is told."""
+    told = session(remat=remat, **settings)
+    facts, law = ModelFacts({"tall": PLAIN}, {"tall": told}), job(shape_of(PLAIN, "tall"), rank=24)
+    for recompute in (False, True):
+        saves = remat if remat != "auto" else "nothing" if recompute else "gemm_inputs"
+        (stage,) = stage_memory(replace(memory_problem(told, PLAIN), capacity_tokens=4096, remat=saves))
+        assert facts.stage_bytes(law, 1, recompute).total(4096, 0) == pytest.approx(stage.total, rel=0.02)
+        slower = facts.stage_costs(law, "h200", 1, recompute).stages[0].backward.token_s
+        assert (slower > facts.stage_costs(law, "h200", 1, False).stages[0].backward.token_s) is (
+            remat == "auto" and recompute
+        )
+
+
+def test_adapters_without_a_place_take_memory_of_their_own():
+    facts = ModelFacts({"tall": PLAIN}, {"tall": session(places={16: 2, 64: 1})})
+    base = shape_of(PLAIN, "tall")
+
+    def beyond(*ranks: int) -> float:
+        return facts.trainable_bytes(
+            [job(base, name=f"job-{number}", rank=rank) for number, rank in enumerate(ranks)], 1
+        )
+
+    assert beyond(16, 8) == beyond(16, 16, 16) == beyond(4, 64, 16) == 0
+    assert 0 < beyond(16, 16, 16, 16) < beyond(64, 64) < beyond(64, 64, 64) < beyond(128, 64, 64)
 
 
 def test_a_plain_decoder_is_known_by_its_sizes_as_well():

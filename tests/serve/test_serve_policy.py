@@ -199,6 +199,7 @@ def test_a_changed_priority_and_weight_reach_the_policy(tmp_path, tiny_base):
     [
         ({"base": {"quantize": "nf4"}}, True, 4736),
         ({"base": {"quantize": "nf4"}, "places": {64: 16}}, False, 4736),
+        ({"base": {"quantize": "nf4"}, "train": {"remat": "everything"}, "memory_gib": 60.0}, False, 4736),
         ({"memory_gib": 79.0, "device": "h100"}, False, 4736),
         ({"batch": {"capacity_tokens": [1000, 2000]}}, False, 2048),
     ],

@@ -10,10 +10,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.places import Places, class_name
 from lorafusion_jax.config.run_sections import BaseSettings, BatchSettings, MeshSettings, TrainSettings
-from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import session_config
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.planning.model_facts import ModelFacts
@@ -24,7 +22,6 @@ from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.states import ON_WORKER
 from lorafusion_jax.serve.store.jobs import Job as Row
 from lorafusion_jax.serve.store.keys import Limits
-from lorafusion_jax.weights.table import NONE
 from scheduling.errors import PlanError
 from scheduling.online import Decision, GroupState, Job, LiveCluster, Mesh, ModelShape, Policy, Rates, User, Worker
 from scheduling.online.costs import rank_class
@@ -304,14 +301,13 @@ class PolicyScheduler:
 
 def _rates(settings: Settings, models: Mapping[str, ModelConfig]) -> Rates:
     """Rates of sessions with these settings."""
-    places, batch = Places.of(settings.places), BatchSettings.model_validate(settings.batch)
+    batch, train = BatchSettings.model_validate(settings.batch), TrainSettings.model_validate(settings.train)
     capacities = [-(-batch.largest // TILE) * TILE] if "capacity_tokens" in settings.batch else None
-    specs: dict[str, list[AdapterSpec]] = {}
+    places, sessions = Places.of(settings.places), {}
     for name, folder in settings.bases.items():
         base = BaseSettings.model_validate({**settings.base, "model": str(folder)})
-        session = session_config(base, MeshSettings(), places, batch=batch, train=TrainSettings(), directory="")
-        specs[name] = adapter_specs(session)
-    return Rates(capacities=capacities, facts=ModelFacts(models, settings.base.get("quantize", NONE), specs))
+        sessions[name] = session_config(base, MeshSettings(), places, batch=batch, train=train, directory="")
+    return Rates(capacities=capacities, facts=ModelFacts(models, sessions))
 
 
 def _asks(row: Row) -> tuple[float, int, float | None]:

@@ -84,9 +84,9 @@ def test_groups_train_as_their_windows_do(batches):
 
 def test_members_take_room_for_their_own_ranks():
     low, high = job("low", rank=4), job("high", rank=64)
-    together = RATES._adapters([low, high], 2)
-    assert together == RATES._adapters([low], 2) + RATES._adapters([high], 2)
-    assert RATES._adapters([high], 2) == pytest.approx(16 * RATES._adapters([low], 2))
+    together, *alone = (ShapeFacts().trainable_bytes(jobs, 2) for jobs in ([low, high], [low], [high]))
+    assert together == sum(alone)
+    assert alone[1] == pytest.approx(16 * alone[0])
 
 
 def test_a_share_below_the_smallest_mesh_is_a_share_of_its_time():
