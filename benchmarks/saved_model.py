@@ -170,7 +170,7 @@ def _delta_net(model: ModelConfig) -> dict[str, Any]:
         "linear_value_head_dim": net.value_dim,
         "linear_conv_kernel_dim": net.kernel,
         "linear_allow_neg_eigval": net.doubled,
-        "layer_types": [LINEAR if kind.linear else FULL for kind in model.pattern],
+        "layer_types": [LINEAR if kind.linear else FULL if kind.window is None else SLIDING for kind in model.pattern],
     }
 
 

@@ -30,7 +30,7 @@ RANGE = r"\d(?:[\d ,.]*\d)?(?:(?: to | and |–)\d[\d.]*)?"
 NUMBER = re.compile(rf"(?<![\w.\-/]){RANGE}\s?(?:{UNITS})|\d[\d.]*e-\d+|(?<![\w.\-])\d+\.\d+(?![\w.])")
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`|<!--.*?-->", re.DOTALL | re.MULTILINE)
 # Versions of programs and names of models, settings of a measurement, and how long the scripts of benchmarks/ take.
-NAMES = r"Python|jax|torch|transformers|PEFT|TRL|Liger|Ray|bitsandbytes|capability|Llama|Small|flax|qwix"
+NAMES = r"Python|jax|torch|transformers|PEFT|TRL|Liger|Ray|bitsandbytes|capability|Llama|Small|Apertus|flax|qwix"
 CONDITIONS = re.compile(
     rf"\b(?:{NAMES})(?: ≥|,)? \d[\d.]*(?:, \d[\d.]*)*|\b(?:dropout|load)\s0?\d?\.\d+|^\| .* \| `[\w/]+(?:\.py)?`.*\|$",
     re.MULTILINE,

@@ -47,6 +47,15 @@ _APERTUS_ROPE = {
     "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
+_APERTUS: dict[str, Any] = {
+    "fields": _UNGATED | {"qk_norm": True}, "known": ("post_norm", "qk_norm"),
+    "modules": {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"},
+}  # fmt: skip
+_APERTUS_KEYS = {
+    "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
+    "attention_bias": False, "rope_theta": 1.2e7, "rope_parameters": _APERTUS_ROPE,
+}  # fmt: skip
 
 DENSE: dict[str, Family] = {
     "llama": Family(
@@ -176,16 +185,12 @@ DENSE: dict[str, Family] = {
     "apertus": Family(
         models="Apertus",
         beyond="an MLP without a gate, xIELU, norms of q and k",
-        architectures=("ApertusForCausalLM",), fields=_UNGATED | {"qk_norm": True},
-        reads={
-            "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-            "num_attention_heads": 32, "hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
-            "attention_bias": False, "rope_theta": 1.2e7, "rope_parameters": _APERTUS_ROPE,
-        },
-        known=("post_norm", "qk_norm"),
-        modules={
-            "input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm",
-        },
+        architectures=("ApertusForCausalLM",), **_APERTUS, reads=_APERTUS_KEYS,
+    ),
+    "apertus1p5_text": Family(
+        models="Apertus 1.5, its text",
+        beyond="as Apertus; a head without rows for images and sounds is refused",
+        architectures=("Apertus1p5TextForCausalLM",), **_APERTUS, reads=_APERTUS_KEYS | {"vocab_size": 266752},
     ),
     "starcoder2": Family(
         models="StarCoder2",

@@ -42,6 +42,7 @@ class Family:
         windows: layers with `sliding_window` if config.json has no `layer_types`: none, all, those from
             `max_window_layers` on, every second one before it, or those without rotary embeddings if
             `use_sliding_window`, or all but each n-th; "chunks": those with rotary embeddings attend within chunks.
+        period: types of layers that follow each other again and again, if config.json has no `layer_types`.
         scaled_layers: layers whose rotary embeddings `rope_scaling` scales.
         experts: fields of `Experts` that all models of the family have in common; None: it has no experts. The keys
             `num_experts`, `num_experts_per_tok`, `moe_intermediate_size`, `norm_topk_prob` and those of `read_experts`
@@ -87,6 +88,7 @@ class Family:
     meant: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     windows: Literal["never", "all", "switched", "first", "unrotated", "chunks"] | int = "never"
+    period: tuple[str, ...] = ()
     scaled_layers: Literal["all", "full_attention"] = "all"
     experts: Mapping[str, Any] | None = None
     expert_names: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")

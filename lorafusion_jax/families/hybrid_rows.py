@@ -74,6 +74,32 @@ HYBRID: dict[str, Family] = {
             "decoder_sparse_step",
         ),
     ),
+    "lara_mini": Family(
+        models="Lara 4 Mini",
+        beyond=(
+            "a gated delta net in two of five layers, as Qwen3.5's, windows in two, and full attention without "
+            "rotary embeddings in one; experts, and one beside them"
+        ),
+        architectures=("LaraMiniForCausalLM",), fields={"qk_norm": True}, delta_net={}, experts={}, rotated="windows",
+        period=(
+            "linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention",
+        ),
+        joined={
+            f"{LINEAR_ATTENTION}.in_proj": tuple(
+                f"{LINEAR_ATTENTION}.in_proj_{name}" for name in ("qkv", "z", "b", "a")
+            ),
+        },
+        modules={"mlp.router": "mlp.gate", f"{LINEAR_ATTENTION}.norm": f"{LINEAR_ATTENTION}.out_norm"},
+        reads={
+            "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 34,
+            "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 131072,
+            "tie_word_embeddings": True, "attention_bias": False, "sliding_window": 512, "layer_types": None,
+            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_num_key_heads": 8, "linear_num_value_heads": 16, "num_experts": 128, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+        },
+        known=("intermediate_size", "num_local_experts", "router_aux_loss_coef"),
+    ),
     "olmo_hybrid": Family(
         models="OLMo hybrid",
         beyond=(

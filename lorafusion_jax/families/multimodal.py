@@ -10,6 +10,7 @@ from lorafusion_jax.families.table import FAMILIES
 
 # model_type → (architecture, families that its text part may be of; the first one if it does not say)
 WRAPPERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "apertus1p5": ("Apertus1p5ForConditionalGeneration", ("apertus1p5_text",)),
     "gemma3": ("Gemma3ForConditionalGeneration", ("gemma3_text",)),
     "gemma4": ("Gemma4ForConditionalGeneration", ("gemma4_text",)),
     "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",)),

@@ -108,6 +108,8 @@ def read_pattern(
 
 def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
     reads, window = family.meanings, hf.sliding_window
+    if family.period and hf.layer_types is None:
+        return [family.period[number % len(family.period)] for number in range(count)]
     if family.delta_net is not None and hf.layer_types is None:
         every = hf.full_attention_interval or min(4, count)  # without the key as in OLMo hybrid
         return [FULL if (number + 1) % every == 0 else LINEAR for number in range(count)]

@@ -44,7 +44,7 @@ FLAGGED_EXPERTS = (
     "granitemoeshared", "lfm2_moe", "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 EXPERTS_FLAG, EXPERTS_KEY = "--enable-mixed-moe-lora-format", "is_3d_lora_weight"
-NOT_TRIED = ("bailing_moe_v2", "exaone", "sarvam_mla", "sarvam_moe")
+NOT_TRIED = ("apertus1p5", "apertus1p5_text", "bailing_moe_v2", "exaone", "lara_mini", "sarvam_mla", "sarvam_moe")
 WITHOUT_LORA = ("bamba", "gpt2", "stablelm")
 SPLIT = {"glm4": "gate_up_proj"}  # a projection that vLLM reads in two parts only
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes

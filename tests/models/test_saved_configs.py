@@ -36,6 +36,8 @@ def test_every_family_is_there():
         "gemma4_unified_text",
         "glm",
         "cohere",
+        "lara_mini",
+        "apertus1p5_text",
     } == in_transformers
 
 

@@ -103,7 +103,8 @@ def as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 def peft_config(model: torch.nn.Module) -> peft.LoraConfig:
     paths = [path for path, _ in model.named_modules()]
-    ends = {path.rsplit(".", 1)[-1] for path in paths if "visual" not in path}
+    has_towers = any("visual" in path or "vision" in path for path in paths)
+    ends = {path.rsplit(".", 1)[-1] for path in paths if "language_model" in path or not has_towers}
     refused = ("out_proj",) if model.config.model_type in ("falcon_h1", "nemotron_h") else ()
     if model.config.model_type == "deepseek_v3" and "experts" not in ends:  # PEFT takes them for those of experts
         refused = ("gate_proj", "up_proj", "down_proj")
@@ -121,7 +122,7 @@ def peft_config(model: torch.nn.Module) -> peft.LoraConfig:
         dense = {name.rsplit(".", 1)[-1] for name in beside}
         parameters += sorted(f"{path}.weight" for path in beside)
         targets = [name for name in targets if name not in dense]
-    if any("visual" in path for path in paths):
+    if has_towers:
         targets = rf".*language_model.*\.({'|'.join(targets)})"
     return peft.LoraConfig(
         r=2, lora_alpha=3, target_modules=targets, target_parameters=parameters, lora_dropout=0.0,
@@ -259,10 +260,11 @@ def write(row: dict, folder: Path) -> dict:
 
 
 OF_OTHERS = ("Exaone", "SarvamMoE", "SarvamMLA")  # which have the classes of other families
+WHOLES = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Apertus1p5")
 CLASSES = {
     **dict.fromkeys(OF_OTHERS, "AutoModelForCausalLM"),
     "GPT2": "GPT2LMHeadModel",
-    **{name: f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")},
+    **{name: f"{name}ForConditionalGeneration" for name in WHOLES},
 }
 
 

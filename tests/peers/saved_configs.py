@@ -17,7 +17,15 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))
 from published import SERVED
 
 NOT_IN_TRANSFORMERS = ("kimi_k2", "bailing_moe")
-UNPUBLISHED = ("ministral", "ministral3", "gemma4_unified_text", "glm", "cohere")  # here
+UNPUBLISHED = (
+    "ministral",
+    "ministral3",
+    "gemma4_unified_text",
+    "glm",
+    "cohere",
+    "lara_mini",
+    "apertus1p5_text",
+)  # here
 WITHOUT_HEAD = {"mistral4": "Mistral4ForCausalLM"}  # its class with a head is not in the list
 SIZES = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
