@@ -5,7 +5,18 @@ from types import SimpleNamespace
 import pytest
 
 from scheduling import PlanError
-from scheduling.online import ClusterState, Decision, Job, JobState, Mesh, Ours, Rates, Settings, Worker
+from scheduling.online import (
+    ClusterState,
+    Decision,
+    GroupState,
+    Job,
+    JobState,
+    Mesh,
+    Ours,
+    Rates,
+    Settings,
+    Worker,
+)
 from scheduling.online.check import check_decisions
 from scheduling.online.patience import StepCost, step_cost, worker_sizes
 from scheduling.online.policies.ours.claims import QUEUE, is_urgent, weigh
@@ -35,6 +46,24 @@ def test_no_later_job_starts_once_another_has_waited_four_times_its_fair_time(wa
         return
     with pytest.raises(PlanError, match="later starts while first has waited"):
         check_decisions(state, [opened], RATES, Ours(RATES), now)
+
+
+@pytest.mark.parametrize(
+    ("steps", "ready_before_s", "closes"),
+    [(2, 0.0, False), (2, 15.0, False), (2, 60.0, True), (2_000, 0.0, True)],
+)
+def test_a_job_of_seconds_lets_a_session_train_that_has_just_opened(steps, ready_before_s, closes):
+    """Its patience is over when one has opened, so it would end each before a first step. Longer jobs do not wait."""
+    first, second = (Job(base, "ann", base, 0.0, [700, 300], 4, steps) for base in ("qwen2.5-0.5b", "llama-3.2-1b"))
+    empty = ClusterState(time_s=0.0, workers={"h": Worker("h", 1)}, jobs={"second": JobState(second)})
+    alone_s = step_cost(RATES, second, worker_sizes(empty)).seconds * steps
+    now = 50.0 + 4 * alone_s
+    group = GroupState("g", first.base_name, "h", (0,), Mesh(1, 1, 1024), (first.name,), ready_s=now - ready_before_s)
+    states = JobState(first, at_s=now, group="g"), JobState(second)
+    jobs = {state.job.name: state for state in states}
+    state = ClusterState(time_s=now, workers=empty.workers, jobs=jobs, groups={"g": group})
+    kinds = {decision.kind for decision in Ours(RATES).decide(state, now)}
+    assert ("close" in kinds) is closes
 
 
 @pytest.mark.parametrize(("factor", "urgent"), [(1.2, True), (1.4, True), (1.7, False), (0.0, True)])

@@ -60,6 +60,7 @@ class Claims:
         order: value of a GPU-second of work: the order of jobs of one priority.
         priority: of jobs with one that is not 0.
         urgent: waiting jobs to start as soon as possible, by arrival.
+        patience_s: seconds after which these are urgent, unless a deadline or their user makes them so before.
         overdue: those of them that no later job of their weight may overtake.
         pressed: names of all jobs, waiting or not, that have waited long or would miss their deadline soon.
         least_rate: steps per second below which a job joins no group; above 0 for users within their share.
@@ -68,6 +69,7 @@ class Claims:
     step: Mapping[str, float]
     order: Mapping[str, float]
     urgent: tuple[JobState, ...]
+    patience_s: Mapping[str, float]
     overdue: tuple[JobState, ...]
     pressed: frozenset[str]
     least_rate: Mapping[str, float]
@@ -124,6 +126,7 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
         step=jobs.by_name(order * jobs.gpu_s),
         order=jobs.by_name(order),
         urgent=tuple(jobs.states[index] for index in urgent),
+        patience_s={jobs.names[index]: settings.urgent * patience_s[index] for index in urgent},
         overdue=tuple(jobs.states[index] for index in urgent if waited_s[index] > SPENT * patience_s[index]),
         pressed=frozenset(jobs.names[index] for index in pressed),
         least_rate=jobs.by_name(_least_rates(jobs, within)),

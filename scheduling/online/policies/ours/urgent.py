@@ -57,7 +57,7 @@ def _open(search: Search, state: JobState, *, clear: bool = False) -> bool:
                 continue
             block = search.draft.block(base, size, kind)
             if block is None and clear:
-                block = _clear(search, size, kind, search.claims.rank(name))
+                block = _clear(search, size, kind, name)
             if block is not None:
                 search.open(base, block, [name], rate, f"{name} has waited long")
                 return True
@@ -94,14 +94,21 @@ def _options(search: Search, group: DraftGroup, name: str) -> Iterator[Option]:
             yield Option(appraiser.worth(members, rate) - appraiser.of(group), members, rate, stop_s)
 
 
-def _clear(search: Search, size: int, kind: Kind, rank: tuple[int, float]) -> Block | None:
-    """Frees the block of this size whose groups are worth least, if all their members come after `rank`."""
-    block, least = None, inf
+def _clear(search: Search, size: int, kind: Kind, name: str) -> Block | None:
+    """Frees the block of this size whose groups are worth least, if all their members come after the job.
+
+    A job that waits for less time than a session takes to open would end each session before its first step: it leaves
+    a session alone until that has trained for as long as it took to open.
+    """
+    block, least, rank = None, inf, search.claims.rank(name)
+    is_hasty = search.claims.patience_s[name] < search.open_s(name)
     for worker in search.state.workers.values():
         for first in range(0, worker.gpus - size + 1, size) if worker.kind == kind else ():
             groups = search.draft.groups_on(worker.name, range(first, first + size))
-            inside = (name for group in groups for name in group.members)
-            if any(search.claims.rank(name) >= rank or name in search.protected for name in inside):
+            inside = [member for group in groups for member in group.members]
+            if any(search.claims.rank(member) >= rank or member in search.protected for member in inside):
+                continue
+            if is_hasty and any(g.members and search.now < g.ready_s + search.open_s(g.members[0]) for g in groups):
                 continue
             worth = sum(map(search.appraiser.of, groups))
             if worth < least:
