@@ -83,10 +83,10 @@ class LeftBehind:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item):
-        import_path = tuple(sys.path)
+        import_path, folder = tuple(sys.path), os.getcwd()
         yield
-        if self.before is None:  # after the set-ups of a session, which last; the path of imports is only of tests
-            self.before = read_process()._replace(import_path=import_path)
+        if self.before is None:  # after the set-ups of a session, which last; path and folder are only of tests
+            self.before = read_process()._replace(import_path=import_path, folder=folder)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None):
