@@ -13,6 +13,7 @@ import yaml
 from lorafusion_jax.adapters.spec import resolve_targets
 from lorafusion_jax.config.auto import AUTO, CAPACITY
 from lorafusion_jax.config.chat_templates import NAMED, is_template
+from lorafusion_jax.config.dataset_info import FILE, LABELS, PAIRS, ROWS, read_dataset_info
 from lorafusion_jax.config.other_defaults import ALL_OF_MESSAGES, FACTORS, program_of, target_of
 from lorafusion_jax.config.other_programs import ALWAYS_PACKED, counterpart
 from lorafusion_jax.config.run_sections import HELD_OUT_LOSS
@@ -22,7 +23,6 @@ from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.objective.choose import choose, unknown_objective
 
-ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 SECTIONS = (
     *("base", "data", "lora", "optim", "objective", "early_stop", "epochs", "seed"),
     *("batch", "mesh", "save", "train", "report"),
@@ -86,10 +86,11 @@ def convert(values: Mapping[str, Any], name: str, where: str = "FILE") -> Conver
     Args:
         values: of the other file.
         name: of the adapter, if it fits.
-        where: the file, for errors.
+        where: the file, for errors, and for what lies beside it.
 
     Raises:
-        ConfigError: `config.not-convertible`, the file names no base model or no data, or is a job file.
+        ConfigError, ErrorList: `config.not-convertible`, the file names no base model or no data, or is a job file; or
+            `dataset_info.json` says of its data what our settings cannot say.
     """
     if "adapters" in values and "base" in values:
         message, fix = f"{where} is a job file of lorafusion already.", f"lorafusion check {quoted(where)}"
@@ -98,8 +99,9 @@ def convert(values: Mapping[str, Any], name: str, where: str = "FILE") -> Conver
     values = {key: value for key, value in values.items() if value is not None}  # as if it were left out
     _objective(values, result)
     values = _with_defaults(values, result)
+    done = {*FACTORS, *_named_sets(values, Path(where).parent, result)}
     for key, value in values.items():
-        if key in FACTORS:
+        if key in done:
             continue
         match = counterpart(str(key))
         target = target_of(str(key))
@@ -207,13 +209,37 @@ def _data(result: Converted, key: str, target: str, value: Any) -> None:
     sets = value if isinstance(value, list) else str(value).split(",")
     if not sets:
         return
-    of_info = key == "dataset" or (key == "eval_dataset" and result.program == "LLaMA-Factory")
+    of_info = key in _keys_of_names(result)
     if of_info:
-        result.notes.append((key, "a name of dataset_info.json: write the file that it stands for"))
+        result.notes.append((key, f"a name of {FILE}, which is not there: write the file that it stands for"))
     sources = list(dict.fromkeys(path for entry in sets for path in _paths(entry, as_it_is=of_info)))
     result.set(target, sources[0] if len(sources) == 1 else sources)
     notes = [note for entry in sets if isinstance(entry, dict) for note in _entry_notes(key, entry)]
     result.notes += dict.fromkeys(notes)
+
+
+def _keys_of_names(result: Converted) -> tuple[str, ...]:
+    """Keys of LLaMA-Factory with names of data sets."""
+    return ("dataset", "eval_dataset") if result.program == "LLaMA-Factory" else ("dataset",)
+
+
+def _named_sets(values: Mapping[str, Any], beside: Path, result: Converted) -> tuple[str, ...]:
+    """Looks up data sets in `dataset_info.json`, and returns the keys that say them; none if there is no such file."""
+    keys = [key for key in _keys_of_names(result) if isinstance(values.get(key), str | list) and values[key]]
+    info = read_dataset_info(values.get("dataset_dir"), beside) if keys else None
+    if info is None:
+        return ()
+    names_of = {}
+    for key in keys:
+        names = values[key] if isinstance(values[key], list) else values[key].split(",")
+        names_of["data.train" if key == "dataset" else "data.eval"] = [str(name).strip() for name in names]
+    objective = result.job.get("objective", {}).get("name", values.get("stage"))
+    reads = LABELS if objective == "kto" else PAIRS if objective in (*OBJECTIVES, "rm") else ""
+    settings, notes = info.settings(names_of, reads)
+    for key, value in settings.items():
+        result.set(key, value)
+    result.notes += [(key, notes[target]) for key, target in zip(keys, names_of, strict=True)]
+    return (*keys, "dataset_dir")
 
 
 def _entry_notes(key: str, entry: Mapping[str, Any]) -> list[tuple[str, str]]:
