@@ -14,7 +14,7 @@ from lorafusion_jax.adapters.spec import resolve_targets
 from lorafusion_jax.config.auto import AUTO, CAPACITY
 from lorafusion_jax.config.chat_templates import NAMED, is_template
 from lorafusion_jax.config.dataset_info import FILE, LABELS, PAIRS, ROWS, read_dataset_info
-from lorafusion_jax.config.other_defaults import ALL_OF_MESSAGES, FACTORS, program_of, target_of
+from lorafusion_jax.config.other_defaults import ALL_OF_MESSAGES, FACTORS, OF_ADAPTERS, program_of, target_of
 from lorafusion_jax.config.other_programs import ALWAYS_PACKED, counterpart
 from lorafusion_jax.config.run_sections import HELD_OUT_LOSS
 from lorafusion_jax.config.schema import BatchSettings
@@ -28,7 +28,7 @@ SECTIONS = (
     *("batch", "mesh", "save", "train", "report"),
 )
 OPTIMIZERS = {"adamw": "adamw", "lion": "lion", "adafactor": "adafactor", "sgd": "sgd"}
-OF_ADAPTERS, LORAS = ("adapter", "finetuning_type", "peft_type", "use_peft"), ("lora", "qlora", "dora", "true")
+KINDS = {"lora": "lora", "qlora": "lora", "true": "lora", "dora": "dora", "vera": "vera", "pissa": "pissa"}
 OBJECTIVES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo")
 SOURCE_KEYS = ("path", "split", "data_files", "ds_type")  # of an entry of a list of data sets
 ROW_KEYS = ("type", "field", "message", "role", "chat_template", "columns", "train_on", "format")  # they begin so
@@ -107,8 +107,6 @@ def convert(values: Mapping[str, Any], name: str, where: str = "FILE") -> Conver
         target = target_of(str(key))
         if target is None or target == "--out":
             note = match.note if match else "no counterpart is known"
-            if key in OF_ADAPTERS and str(value).lower() not in LORAS:
-                note = f"{shortened(value)} does not train LoRA; here it is always LoRA"
             result.notes.append((str(key), f"--out {note}" if target else note))
             continue
         take = TAKERS.get(target, _plain)
@@ -307,8 +305,18 @@ def _init_from(result: Converted, key: str, target: str, value: Any) -> None:
 
 
 def _kind(result: Converted, key: str, target: str, value: Any) -> None:
-    if value is True:
-        result.set(target, "dora")
+    if key in OF_ADAPTERS:
+        kind = KINDS.get(str(value).lower())
+        if kind is None:
+            result.notes.append((key, f"{shortened(value)} is not trained here; {target} is lora"))
+    elif key.endswith("init_lora_weights"):
+        kind = "pissa" if str(value).startswith("pissa") else "lora"
+        if kind == "lora" and value is not True:
+            result.notes.append((key, f"{shortened(value)} is not offered: A is drawn as PEFT does, and B is zero"))
+    else:
+        kind = ("pissa" if key == "pissa_init" else "dora") if value is True else "lora"
+    if kind not in (None, "lora"):
+        result.set(target, kind)
 
 
 def _schedule(result: Converted, key: str, target: str, value: Any) -> None:

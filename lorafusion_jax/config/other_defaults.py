@@ -18,6 +18,7 @@ _SAVES = "a run saves by time, save.every_minutes; save.every_steps counts steps
 ALL_OF_MESSAGES = "TRL learns every token of rows with messages; here their answers, unless data.loss is all"
 _PEFT_TARGETS = ["q_proj", "v_proj"]
 _OF_PEFT = "left out: PEFT chooses by the model, q_proj and v_proj for most; see lora.targets"
+OF_ADAPTERS = ("adapter", "finetuning_type", "peft_type", "use_peft")  # keys that say what is trained
 FACTORS = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")  # of a batch, multiplied
 
 
@@ -52,7 +53,9 @@ class Program:
 
     def left_out_notes(self, values: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Notes for keys that a file does not have."""
-        present = {target_of(key) for key in values} - {None}
+        present = {target_of(key) for key in values if target_of(key) != "lora.kind"} - {None}
+        if any(key in values for key in OF_ADAPTERS):
+            present.add("lora.kind")
         return [(key, note) for key, note in self.notes.items() if key not in values and target_of(key) not in present]
 
 
@@ -76,7 +79,7 @@ TRL = Program(
     preferences={"learning_rate": 1e-6, "lora_dropout": 0.0, "beta": 0.1},
     notes={
         "lora_target_modules": _OF_PEFT, "save_steps": _SAVES, "assistant_only_loss": ALL_OF_MESSAGES,
-        "use_peft": "left out: TRL trains the whole model; here it is always LoRA",
+        "use_peft": "left out: TRL trains the whole model; lora.kind is lora",
         "dtype": "left out: TRL keeps the base in float32; base.dtype is bfloat16",
     },
 )  # fmt: skip
@@ -101,7 +104,7 @@ AXOLOTL = Program(
     preferences={"rl_beta": 0.1},
     notes={
         "lora_target_modules": _OF_PEFT, "saves_per_epoch": _SAVES,
-        "adapter": "left out: axolotl trains the whole model; here it is always LoRA",
+        "adapter": "left out: axolotl trains the whole model; lora.kind is lora",
         "warmup_ratio": "left out: axolotl warms up over 3 % of the steps, at most 100",
         "lora_r": "left out: axolotl needs it; lora.rank is 16",
         "lora_alpha": "left out: axolotl needs it; lora.alpha is 32",

@@ -57,6 +57,10 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_keys("layers_to_transform peft_layers_to_transform", "lora.layers_to_transform"),
     **_keys("peft_use_rslora use_rslora", "lora.rslora"),
     **_keys("peft_use_dora use_dora", "lora.kind", "lora.kind: dora"),
+    **_keys("adapter finetuning_type peft_type use_peft", "lora.kind", "lora, dora, vera, pissa or lora-fa"),
+    **_keys("pissa_init init_lora_weights peft_init_lora_weights", "lora.kind",
+            "pissa starts from singular values; with other kinds B starts at zero"),
+    **_keys("lora_bias", "lora.lora_bias"),
     **_keys("lora_model_dir adapter_name_or_path", "lora.init_from"),
     **_keys("loraplus_lr_ratio loraplus_ratio", "optim.lr_ratio"),
     **_keys("router_aux_loss_coef moe_aux_loss_coef", "train.router_aux"),
@@ -113,7 +117,8 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_notes("special_tokens tokens eot_tokens", "the special tokens of the base's tokenizer are used; lorafusion data "
              "preview shows them"),
     **_notes("trust_remote_code", NO_CODE),
-    **_notes("adapter finetuning_type peft_type task_type use_peft bias", "always LoRA, without biases"),
+    **_notes("task_type", "adapters are of language models that continue texts"),
+    **_notes("bias", "biases of the base are not trained; lora.lora_bias trains one with B"),
     **_notes("tf32 fp16 half_precision pure_bf16", "adapters train in float32 beside a base in base.dtype"),
     **_notes("strict do_train remove_unused_columns preprocessing_num_workers dataloader_num_workers dataset_num_proc "
              "dataset_prepared_path tokenized_path overwrite_cache ddp_timeout ddp_find_unused_parameters "

@@ -223,10 +223,13 @@ def test_a_file_without_base_or_data_is_refused():
 @pytest.mark.parametrize(
     ("line", "key", "says"),
     [
-        ("finetuning_type: full\nstage: sft", "finetuning_type", "'full' does not train LoRA"),
+        ("finetuning_type: full\nstage: sft", "finetuning_type", "'full' is not trained here"),
+        ("peft_type: IA3", "peft_type", "'IA3' is not trained here; lora.kind is lora"),
+        ("init_lora_weights: lora_ga", "init_lora_weights", "'lora_ga' is not offered"),
+        ("adapter: lora\nbias: all", "bias", "lora.lora_bias"),
+        ("use_dora: true\nsequence_len: 64", "adapter", "axolotl trains the whole model"),
         ("sequence_len: 64", "adapter", "axolotl trains the whole model"),
-        ("use_peft: false", "use_peft", "False does not train LoRA"),
-        ("use_peft: true", "use_peft", "always LoRA"),
+        ("use_peft: false", "use_peft", "False is not trained here"),
         ("finetuning_type: lora\nstage: ppo", "stage", "set objective: ppo"),
         ("finetuning_type: lora\nstage: rm", "stage", "set objective: reward"),
         ("finetuning_type: lora\nstage: pt", "stage", "trains answers, with sft"),
@@ -235,6 +238,24 @@ def test_a_file_without_base_or_data_is_refused():
 def test_training_of_another_kind_is_named(line, key, says):
     """The job file that comes out trains something else."""
     assert says in dict(converted(f"base_model: m\ndatasets: [{{path: rows.jsonl}}]\n{line}").notes)[key]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("peft_type: VERA\nr: 64", "vera"),
+        ("adapter: dora", "dora"),
+        ("use_dora: true\npeft_type: LORA", "dora"),
+        ("finetuning_type: lora\npissa_init: true", "pissa"),
+        ("peft_init_lora_weights: pissa_niter_16\nadapter: lora", "pissa"),
+        ("init_lora_weights: true\nadapter: qlora\npissa_init: false", "lora"),
+    ],
+)
+def test_a_kind_of_another_program_is_ours_without_a_note(tmp_path, line, kind):
+    result = converted(f"base_model: m\ndatasets: [{{path: rows.jsonl}}]\n{line}")
+    (tmp_path / "jobs.yaml").write_text(result.text("Converted."))
+    assert load_config(tmp_path / "jobs.yaml").adapters[0].lora.kind == kind
+    assert not {key for key, _ in result.notes} & {"adapter", *(part.split(":")[0] for part in line.split("\n"))}
 
 
 def test_counterparts_are_keys_of_the_job_file():
