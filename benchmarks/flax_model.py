@@ -7,7 +7,7 @@
     python -m benchmarks.flax_model --qwen3 --no-check --tune --variants frozen "ours 4" --out $OUT/flax_qwen3_tuned
     python -m benchmarks.flax_model --vit --no-check --default-options --seconds 150 --out $OUT/flax_vit_default
     python -m benchmarks.flax_model --mesh --out $OUT/flax_model_mesh      # two GPUs, 100 s
-    python -m benchmarks.flax_model --mesh --quantize fp8 nf4 --seconds 160 --out $OUT/flax_model_mesh
+    python -m benchmarks.flax_model --mesh --quantize fp8 --out $OUT/flax_mesh_fp8  # 100 s, and so nf4
     JAX_NUM_CPU_DEVICES=2 python -m benchmarks.flax_model --small --mesh --quantize fp8 --out /tmp/x
 
 One GPU: a step (loss, gradients, AdamW of the adapters) with the base frozen; with one adapter by `nnx.LoRA` and, where

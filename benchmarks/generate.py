@@ -215,7 +215,7 @@ def _check() -> dict[str, Any]:
 def _engine(stage: Stage, rows: int, longest: int, variant: str = "") -> tuple[Engine, list[Any]]:
     """An engine with a snapshot of every adapter."""
     adapters = len(stage.parts.specs)
-    options = {"xla_gpu_enable_triton_gemm": False} if variant == "no Triton GEMMs" else None
+    options = {"xla_gpu_enable_triton_gemm": True} if variant == "Triton GEMMs" else None
     programs = _PROGRAMS.setdefault(variant, [GenerationPrograms(stage, options)])
     engine = Engine(
         [stage], rows=rows, slots=adapters, blocks=rows * -(-longest // BLOCK), programs=programs, steps=STEPS
@@ -224,7 +224,7 @@ def _engine(stage: Stage, rows: int, longest: int, variant: str = "") -> tuple[E
 
 
 _PROGRAMS: dict[str, list[GenerationPrograms]] = {}  # which all engines of a variant share
-VARIANTS = ("one program per sequence", "A by XLA", "no Triton GEMMs", "attention by XLA", "12 layers per program")
+VARIANTS = ("one program per sequence", "A by XLA", "Triton GEMMs", "attention by XLA", "12 layers per program")
 
 
 def _pass_rows(stage: Stage, variant: str, rows: int, filled: int, bandwidth: float) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from benchmarks.agreement import joint_alone, parity
 from benchmarks.csv_rows import RESULTS, Row, markdown
 from benchmarks.csv_rows import rows as rows_of
 from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
-from benchmarks.flax_report import flax_model, flax_vit
+from benchmarks.flax_report import flax_mesh, flax_model, flax_vit
 from benchmarks.generate_report import decoding, generated
 from benchmarks.joining_report import joining, joining_peft, joining_rl, joining_search, learning
 from benchmarks.online_report import (
@@ -467,6 +467,6 @@ TABLES: dict[str, Callable[[], str]] = {
         quantised_loss, quantised_depth, online_targets, online_claims, online_held_out, online_large, online_queue,
         online_ideas, online_throughput, online_rates, online_decision, long_samples,
         longer_samples, parity, joint_alone, tensor, plan_floors, pipeline_claims, joining,
-        joining_peft, joining_rl, joining_search, learning, decoding, generated, flax_vit,
+        joining_peft, joining_rl, joining_search, learning, decoding, generated, flax_vit, flax_mesh,
     )
 }  # fmt: skip

@@ -50,6 +50,7 @@ from lorafusion_jax.session.leaves import LAYERS, SHARED, TOKENS, Leaves, path_o
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stage_jit import ROUNDS, gather
 from lorafusion_jax.session.stage_weights import StoredWeights, Weights
+from pallas_kernels import compiler_options
 
 EVERYWHERE = P()
 
@@ -89,7 +90,7 @@ class GenerationPrograms:
 
     Args:
         stage: pieces of the model and their devices.
-        options: of the compiler.
+        options: of the compiler, beside those that the layers of training have.
 
     Raises:
         RunError: `generate.tensor`.
@@ -101,7 +102,7 @@ class GenerationPrograms:
             why = "text is made by devices with whole layers"
             fix = "mesh.tensor: 1, or generate from the exported adapter"
             raise RunError("generate.tensor", message, why=why, fix=fix)
-        self._options = {**ROUNDS, **(options or {})}
+        self._options = {**ROUNDS, **compiler_options(), **(options or {})}
         self._parts, self._mesh, self._layout = stage.parts, stage.mesh, stage.parts.leaves
         self._operands, self._table_axis = stage.programs.operands, stage.programs.ends.table_axis
         self._extent = stage.extent
