@@ -18,7 +18,13 @@ from jaxtyping import Array, Float
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.modules.product import Result
 from lorafusion_jax.weights.table import StoredKind, stored_kind
-from pallas_kernels.frozen_weight import QuantisedWeight, dimensions_of, frozen_product, frozen_product_transposed
+from pallas_kernels.frozen_weight import (
+    QuantisedWeight,
+    dimensions_of,
+    frozen_product,
+    frozen_product_transposed,
+    read_with,
+)
 from pallas_kernels.linear.api import frozen_linear
 from pallas_kernels.linear.mesh.split_weight import per_element, weight_spec
 
@@ -169,11 +175,13 @@ class DequantisedWeight:
 
     def multiply(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         """x W."""
-        return frozen_product(x, self.kind.dequantise(self.arrays, x.dtype))
+        x, arrays = read_with(x, dict(self.arrays))
+        return frozen_product(x, self.kind.dequantise(arrays, x.dtype))
 
     def multiply_transposed(self, dy: Float[Array, "*B N"]) -> Float[Array, "*B K"]:
         """dY W^T."""
-        return frozen_product_transposed(dy, self.kind.dequantise(self.arrays, dy.dtype))
+        dy, arrays = read_with(dy, dict(self.arrays))
+        return frozen_product_transposed(dy, self.kind.dequantise(arrays, dy.dtype))
 
     def dimensions(self) -> DequantisedWeight | None:
         """See `SplittableWeight`."""

@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.device import has_fp8_products, target_platform
+from pallas_kernels.frozen_weight import read_with
 from pallas_kernels.quantised.rows import E4M3, power_of_two_scales, round_rows
 
 # Hopper's matrix units add 8-bit products with some 14 bits. "highest" lets cuBLAS add partial sums in full every few
@@ -94,11 +95,13 @@ class Fp8Weight:
 
     def sums(self, x8: Float[Array, "*B K"], dtype: jnp.dtype) -> Float[Array, "*B N"]:
         """x W without any scale, as wide as a result of type `dtype` wants."""
-        return sum_last(x8, self.values, _sum_type(dtype))
+        x8, weight = _to_multiply(x8, self)
+        return sum_last(x8, weight.values, _sum_type(dtype))
 
     def transposed_sums(self, dy8: Float[Array, "*B N"], dtype: jnp.dtype) -> Float[Array, "*B K"]:
         """dY W^T without any scale."""
-        return sum_last(dy8, self.values_KN, _sum_type(dtype))
+        dy8, weight = _to_multiply(dy8, self)
+        return sum_last(dy8, weight.values_KN, _sum_type(dtype))
 
 
 def quantise(kernel_KN: Float[Array, "K N"], *, both: bool = False) -> Fp8Weight:
@@ -122,6 +125,11 @@ def round_channels(channels: Float[Array, "*B K"]) -> tuple[Float[Array, "*B K"]
 def dequantise(weight: Fp8Weight, dtype: jnp.dtype) -> Float[Array, "K N"]:
     """The values times their scales: exact in bfloat16 and wider types where scales are powers of two."""
     return (weight.values.astype(jnp.float32) * weight.scales[:, None]).astype(dtype).T
+
+
+def _to_multiply(rows: jax.Array, weight: Fp8Weight) -> tuple[jax.Array, Fp8Weight]:
+    """See `read_with`. Where a device multiplies the stored values themselves, nothing is made of them before."""
+    return (rows, weight) if has_fp8_products() else read_with(rows, weight)
 
 
 def sum_last(lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -144,6 +144,30 @@ def test_backward_holds_the_stored_arrays_and_not_the_weights(x):
     assert not weights & saved_for_backward(quantize_base(adapted(), "nf4"), x)
 
 
+def bytes_of_a_step(kind, layers, width):
+    """What a compiled step needs beside its arguments."""
+    model = nnx.List([nnx.Linear(width, width, use_bias=False, rngs=nnx.Rngs(layer)) for layer in range(layers)])
+    model = quantize_base(apply_lora(model, SPECS, targets="all-linear"), kind)
+    graph, lora, rest = nnx.split(model, nnx.LoRAParam, ...)
+
+    def loss(lora, rest, x):
+        with use_adapters(SPECS, TABLE, train=False):
+            for layer in nnx.merge(graph, lora, rest):
+                x = jnp.tanh(layer(x))
+        return x.sum()
+
+    x = jax.ShapeDtypeStruct((4, 8, width), jnp.float32)
+    return jax.jit(jax.grad(loss)).lower(lora, rest, x).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_a_compiled_step_turns_back_one_weight_at_a_time():
+    layers, width = 6, 256
+    most = bytes_of_a_step("none", layers, width) + 2 * 4 * width**2  # two weights in float32
+    assert {
+        kind: size for kind in ("fp8", "int8", "nf4") if (size := bytes_of_a_step(kind, layers, width)) > most
+    } == {}
+
+
 def test_the_report_says_how_weights_are_stored():
     model = adapted()
     before = lora_report(model)
