@@ -22,6 +22,7 @@ from lorafusion_jax.modules.plan import Calls, LoRAPlan
 @dataclass(slots=True)
 class _Use:
     context: LoRAContext
+    adapters: Sequence[AdapterSpec] | None  # as the caller gave them; None: a context
     staged: bool  # entered while a jitted function was being traced
     seen: bool = False
     ran: dict[Calls, set[str]] = field(default_factory=dict)  # layers of each model
@@ -71,14 +72,15 @@ def use_adapters(
     Raises:
         ConfigError: as in `LoRAContext.of`.
         RunError: `lora.context-outside-jit` or `lora.context-unused`, it was entered around a jitted function, which
-            would keep the table of its first call; `lora.other-adapters`, the number of adapters differs from the
-            model's; `lora.table-rows`, the table has neither one entry per example nor one per row.
+            would keep the table of its first call; `lora.other-adapters`, their number, names, order, ranks or scales
+            differ from the model's; `lora.table-rows`, the table has neither one entry per example nor one per row.
 
     Warns:
         UserWarning: an adapted layer never ran where others of its model did, or something else read its weight: its
             adapters have no effect there.
     """
-    use = _Use(_context(adapters, table, options), staging())
+    specs = None if isinstance(adapters, LoRAContext) else adapters
+    use = _Use(_context(adapters, table, options), specs, staging())
     token = _current.set(use)
     try:
         with traced_anew():
@@ -89,8 +91,8 @@ def use_adapters(
         raise RunError(
             "lora.context-unused",
             "no LoRA layer ran inside `use_adapters`.",
-            why="a jitted function that is already compiled does not see it",
-            fix=_INSIDE,
+            why="a jitted function that is already compiled does not see it; a model with a merged adapter has none",
+            fix=f"{_INSIDE}; unmerge_adapter(model) after a merge",
         )
     bypassed = [path for calls, ran in use.ran.items() for path in calls.bypassed(ran, use.read.get(calls, ()))]
     if bypassed and not allow_uncalled:
@@ -122,14 +124,38 @@ def context_of(plan: LoRAPlan, *, tabulated: bool = False) -> LoRAContext | None
     use.seen = True
     if plan.calls is not None:
         use.ran.setdefault(plan.calls, set()).add(plan.path)
-    count = len(plan.adapters)
-    if len(use.context.scale) != count:
+    if different := _difference(use, plan.adapters):
         raise RunError(
             "lora.other-adapters",
-            f"the context has {len(use.context.scale)} adapters, but the model has {count}.",
+            f"the context has {different[0]}, but the model has {different[1]}.",
+            why="a number of the table would be that of another adapter, or train it with a scale that files of it do "
+            "not have",
             fix="give use_adapters the adapters that apply_lora got, in the same order",
         )
     return use.context
+
+
+def _difference(use: _Use, adapters: Sequence[AdapterSpec]) -> tuple[str, str] | None:
+    """Returns how the adapters of a context and those of a model differ, in words; None: not in what must be equal.
+
+    Dropout and seeds may differ: they are of one call, and no file of an adapter has them.
+    """
+    specs, count = use.adapters, len(use.context.scale)
+    if count != len(adapters):
+        return f"{count} adapters", f"{len(adapters)}"
+    if specs is None or specs is adapters:
+        return None
+    names, model_names = ([spec.name for spec in some] for some in (specs, adapters))
+    if names != model_names:
+        return f"the adapters {', '.join(names)}", ", ".join(model_names)
+    for spec, of_model in zip(specs, adapters, strict=True):
+        if (spec.columns, spec.scale) != (of_model.columns, of_model.scale):
+            return _size(spec), _size(of_model)
+    return None
+
+
+def _size(spec: AdapterSpec) -> str:
+    return f"{spec.name} with rank {spec.rank} and scale {spec.scale:g}"
 
 
 def note_reader(plan: LoRAPlan) -> Callable[[], None] | None:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -369,3 +370,19 @@ def test_a_pickled_model_computes_the_same_where_its_classes_are_not_made_yet():
     assert isinstance(model.o, nnx.Linear)
     with use_adapters(PLAIN, only="med", train=False):
         np.testing.assert_array_equal(np.asarray(model(x)), want)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda law, med: [med, law],
+        lambda law, med: [replace(law, alpha=9.0), med],
+        lambda law, med: [law, replace(med, rank=1, alpha=1)],
+    ],
+    ids=["order", "scale", "rank"],
+)
+def test_adapters_of_a_context_are_those_of_the_model(x, change):
+    model = model_of(PLAIN)
+    run(model, x, [replace(spec, seed=9, dropout=0.5) for spec in PLAIN], only="med", train=False)
+    with pytest.raises(RunError, match=r"lora\.other-adapters"):
+        run(model, x, change(*PLAIN), only="med")
