@@ -24,6 +24,7 @@ from safetensors.numpy import load_file
 from lorafusion_jax.digests import find_damage, refuse_damage
 from lorafusion_jax.errors import CheckpointError, ConfigError, RunError
 from lorafusion_jax.modules.match import check_owners
+from lorafusion_jax.modules.tree import placed_like
 from lorafusion_jax.modules.use import use_adapters
 from lorafusion_jax.modules.weights import adapter_names, adapter_spec
 from lorafusion_jax.new_folder import new_folder
@@ -403,10 +404,7 @@ def _by_name(state: Any) -> dict[str, Any]:
 
 
 def _like(leaf: Any, array: np.ndarray) -> Any:
-    """The array where a leaf is. What is bound to no device stays so: otherwise programs would compile again."""
-    if not isinstance(leaf, jax.Array):
-        return array
-    return jax.device_put(array, leaf.sharding) if leaf.committed else jnp.asarray(array)
+    return placed_like(leaf, array) if isinstance(leaf, jax.Array) else array
 
 
 def _check_optimizers(optimizers: object, names: Sequence[str]) -> None:

@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 Path = tuple[str | int, ...]
 
@@ -77,3 +81,20 @@ def _new(cls: type, prefix: str, call: Callable[..., Any], attribute: Callable[[
 def own_class(module: nnx.Module) -> type:
     """Returns the class of a module before its call was exchanged."""
     return getattr(type(module), "lora_class", type(module))
+
+
+def placed_like(before: Any, array: np.ndarray) -> jax.Array:
+    """Puts an array where the one that it replaces is, split along the same axes where they still divide evenly.
+
+    What is bound to no device stays so: otherwise programs would compile again.
+    """
+    if not isinstance(before, jax.Array) or not before.committed:
+        return jnp.asarray(array)
+    sharding = before.sharding
+    if before.shape != array.shape and isinstance(sharding, NamedSharding):
+        spec = (*sharding.spec, *[None] * (array.ndim - len(sharding.spec)))
+        sizes = [sharding.shard_shape(before.shape)[axis] for axis in range(before.ndim)]
+        parts = [before.shape[axis] // max(size, 1) for axis, size in enumerate(sizes)]
+        even = [names if array.shape[axis] % parts[axis] == 0 else None for axis, names in enumerate(spec)]
+        sharding = sharding.update(spec=PartitionSpec(*even))
+    return jax.device_put(array, sharding)

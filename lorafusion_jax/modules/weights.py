@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
+from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
 from lorafusion_jax.adapters.kind import Sizes
@@ -27,10 +27,11 @@ from lorafusion_jax.modules.adapted import adapted_class
 from lorafusion_jax.modules.linen_held import LinenAdapters
 from lorafusion_jax.modules.match import check_owners
 from lorafusion_jax.modules.plan import Calls, LoRAPlan
-from lorafusion_jax.modules.tree import dotted, own_class, walk
+from lorafusion_jax.modules.tree import dotted, own_class, placed_like, walk
 from lorafusion_jax.modules.use import SHOWN
 
 BASE = "lora_base"  # attribute of the original weight while an adapter is merged
+SCALE = "scale"  # of an adapter, beside its tensors in a file
 
 
 class LoRABase(nnx.Variable):
@@ -87,24 +88,39 @@ def put_adapter_arrays(model: nnx.Module, name: str, arrays: Mapping[str, Any]) 
     Raises:
         CheckpointError: `lora.misfit`, names or shapes differ from those of the adapter. The model is not changed then.
     """
-    before = adapter_arrays(model, name)
+    check_arrays(model, name, arrays)
+    for layer, plan, index in _layers_of(model, name):
+        spec, stack = plan.adapters[index], len(plan.linear.stack)
+        for leaf in adapter_kind(spec.kind).leaves:
+            variable = getattr(layer, leaf.name)
+            bank = np.array(variable[...])
+            view = np.moveaxis(bank, stack, 0)[index]  # a view of the adapter's part
+            leaf.at_rank(view, spec.rank)[...] = np.asarray(arrays[f"{plan.path}.{leaf.name}".lstrip(".")])
+            variable[...] = placed_like(variable[...], bank)
+
+
+def check_arrays(model: nnx.Module, name: str, arrays: Mapping[str, Any], scale: float | None = None) -> None:
+    """Checks that tensors are of the names and shapes of an adapter of a model.
+
+    Args:
+        scale: that with which they were trained; None: nobody has written it down.
+
+    Raises:
+        CheckpointError: `lora.misfit`.
+    """
+    before, spec = adapter_arrays(model, name), adapter_spec(model, name)
     wrong = [f"{key} is missing" for key in before if key not in arrays]
     wrong += [f"{key} is not in the model" for key in arrays if key not in before]
     both = [key for key in before if key in arrays and before[key].shape != np.shape(arrays[key])]
     wrong += [f"{key} has shape {np.shape(arrays[key])}, not {before[key].shape}" for key in both]
+    if scale is not None and not math.isclose(scale, spec.scale, rel_tol=1e-6):
+        wrong.append(f"their scale is {scale:g}, not {spec.scale:g}")
     if wrong:
         raise CheckpointError(
             "lora.misfit",
             f"these are not the tensors of adapter '{name}': {'; '.join(wrong[:4])}.",
-            fix="the same targets and rank as when they were saved",
+            fix="the same targets, rank and alpha as when they were saved",
         )
-    for layer, plan, index in _layers_of(model, name):
-        spec, stack = plan.adapters[index], len(plan.linear.stack)
-        for leaf in adapter_kind(spec.kind).leaves:
-            bank = np.array(getattr(layer, leaf.name)[...])
-            view = np.moveaxis(bank, stack, 0)[index]  # a view of the adapter's part
-            leaf.at_rank(view, spec.rank)[...] = np.asarray(arrays[f"{plan.path}.{leaf.name}".lstrip(".")])
-            getattr(layer, leaf.name)[...] = jnp.asarray(bank)
 
 
 def save_adapter(model: nnx.Module, name: str, folder: str | Path) -> Path:
@@ -118,7 +134,7 @@ def save_adapter(model: nnx.Module, name: str, folder: str | Path) -> Path:
         raise CheckpointError("export.exists", f"{file} exists already.", fix="choose another folder")
     arrays = adapter_arrays(model, name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_bytes(file, save(arrays))
+    replace_bytes(file, save(arrays, metadata={SCALE: repr(adapter_spec(model, name).scale)}))
     return file
 
 
@@ -131,7 +147,11 @@ def load_adapter(model: nnx.Module, name: str, folder: str | Path) -> None:
     file = Path(folder) / "adapter.safetensors"
     if not file.is_file():
         raise CheckpointError("lora.no-file", "there is no saved adapter.", where=str(file))
-    put_adapter_arrays(model, name, load_file(file))
+    arrays = load_file(file)
+    with safe_open(file, "numpy") as opened:
+        scale = (opened.metadata() or {}).get(SCALE)
+    check_arrays(model, name, arrays, None if scale is None else float(scale))
+    put_adapter_arrays(model, name, arrays)
 
 
 def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
@@ -161,8 +181,9 @@ def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
                 delattr(layer, key)
                 continue
             tensor = np.take(np.asarray(getattr(layer, key)[...]), [index], stack)
-            variable = type(getattr(layer, key))
-            setattr(layer, key, variable(jnp.asarray(leaves[key].at_rank(tensor, spec.rank))))
+            variable = getattr(layer, key)
+            tensor = leaves[key].at_rank(tensor, spec.rank)
+            setattr(layer, key, type(variable)(placed_like(variable[...], tensor)))
         layer.lora_plan = replace(plan, adapters=(spec,), members=(0,), rank=spec.rank, calls=calls)
     return model
 
@@ -303,7 +324,7 @@ def _layers_of(model: nnx.Module, name: str) -> Iterator[tuple[Any, LoRAPlan, in
 def merged_weight(
     weight: Any, spec: AdapterSpec, leaves: Mapping[str, Any], inside: Sequence[int], stack: int = 0
 ) -> Array:
-    """Returns the weight with one adapter merged.
+    """Returns the weight with one adapter merged, where it was.
 
     Args:
         weight: [stacked layers, axes of one layer's weight].
@@ -327,4 +348,4 @@ def merged_weight(
         kernel = np.asarray(weight[number], np.float64).transpose(order)
         changed = kind.merge(kernel.reshape(sizes.K, sizes.N), tensors, sizes)
         merged[number] = changed.reshape(kernel.shape).transpose(back).astype(weight.dtype)
-    return jnp.asarray(merged)
+    return placed_like(weight, merged)

@@ -18,7 +18,15 @@ from lorafusion_jax.adapters.init import SHARED
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.layout.layer import FUSED, PATHS, TARGETS
-from lorafusion_jax.modules.weights import adapter_arrays, adapter_names, adapter_spec, layer_shapes, put_adapter_arrays
+from lorafusion_jax.modules.weights import (
+    SCALE,
+    adapter_arrays,
+    adapter_names,
+    adapter_spec,
+    check_arrays,
+    layer_shapes,
+    put_adapter_arrays,
+)
 from lorafusion_jax.new_folder import new_folder
 from lorafusion_jax.peft.folder import TENSOR_FILE, check_digests, check_finite, read_tensors
 from lorafusion_jax.peft.leaves import Arrays, as_exported
@@ -160,7 +168,9 @@ def save_checkpoint(model: nnx.Module, folder: str | Path, adapters: str | Seque
         raise CheckpointError("export.exists", f"{folder} exists already.", fix="choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with plain_name(folder.parent) as parent, ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(parent / folder.name, {name: adapter_arrays(model, name) for name in names})
+        scales = {SCALE: {name: adapter_spec(model, name).scale for name in names}}
+        arrays = {name: adapter_arrays(model, name) for name in names}
+        checkpointer.save(parent / folder.name, arrays, custom_metadata=scales)
     return folder
 
 
@@ -169,7 +179,7 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: str | Seque
 
     Raises:
         ConfigError: `lora.unknown-adapter`.
-        CheckpointError: `lora.no-file`, `lora.misfit`.
+        CheckpointError: `lora.no-file`, `lora.misfit`: names, shapes or scales differ. The model is not changed then.
     """
     import orbax.checkpoint as ocp
 
@@ -177,7 +187,16 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: str | Seque
     if not folder.is_dir():
         raise CheckpointError("lora.no-file", "there is no checkpoint of adapters.", where=str(folder))
     with plain_name(folder) as parent, merged(parent) as stored, ocp.StandardCheckpointer() as checkpointer:
-        saved: dict[str, Any] = checkpointer.restore(stored)
+        try:
+            saved: dict[str, Any] = checkpointer.restore(stored)
+        except FileNotFoundError as problem:
+            raise CheckpointError(
+                "lora.no-file",
+                f"this folder holds no checkpoint of adapters, or a part of one: {problem}",
+                where=str(folder),
+                fix="a folder of lf.save_checkpoint; lf.load_peft reads a PEFT folder",
+            ) from None
+        scales: dict[str, float] = (checkpointer.metadata(stored).custom_metadata or {}).get(SCALE, {})
     names = _chosen(model, adapters)
     if missing := [name for name in names if name not in saved]:
         raise CheckpointError(
@@ -186,6 +205,8 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: str | Seque
             where=str(folder),
             fix=f"adapters=[…] of {', '.join(saved)}",
         )
+    for name in names:
+        check_arrays(model, name, saved[name], scales.get(name))
     for name in names:
         put_adapter_arrays(model, name, saved[name])
 

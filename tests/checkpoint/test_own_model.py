@@ -114,6 +114,9 @@ def test_orbax_keeps_one_adapter_or_all(model, tmp_path):
         lf.load_checkpoint(model, tmp_path / "law")
     with pytest.raises(CheckpointError, match=r"export\.exists"):
         lf.save_checkpoint(model, tmp_path / "all")
+    lf.save_peft(model, "law", tmp_path / "peft")
+    with pytest.raises(CheckpointError, match=r"lora\.no-file.*(?s:.)*lf\.load_peft"):
+        lf.load_checkpoint(model, tmp_path / "peft")
 
 
 def test_one_adapter_is_left_and_computes_what_it_did(model):

@@ -1,12 +1,16 @@
 """Adapters of a caller's own model, to files and back and into the frozen weights."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from drawn_models import draw_module
 from flax import nnx
 from host_arrays import normal
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from lorafusion_jax import load_checkpoint, save_checkpoint
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.modules import (
     AdapterSpec,
@@ -15,6 +19,7 @@ from lorafusion_jax.modules import (
     load_adapter,
     lora_report,
     merge_adapter,
+    only_adapter,
     put_adapter_arrays,
     save_adapter,
     unmerge_adapter,
@@ -131,3 +136,43 @@ def test_a_merge_that_keeps_is_taken_back_bit_for_bit(model, x):
     np.testing.assert_array_equal(outputs(model, x, "med"), before["med"])
     with pytest.raises(ConfigError, match=r"lora\.not-merged"):
         unmerge_adapter(model)
+
+
+@pytest.mark.parametrize("change", [{"alpha": 8}, {"rslora": True}])
+@pytest.mark.parametrize("form", ["safetensors", "orbax"])
+def test_a_file_of_another_scale_is_refused_as_it_is_another_function(model, tmp_path, form, change):
+    law = dataclasses.replace(SPECS[0], **change)
+    other = apply_lora(draw_module(Net), [law, SPECS[1]], targets="all-linear")
+    before = {name: adapter_arrays(other, name) for name in ("law", "med")}
+    save, load = (save_adapter, load_adapter) if form == "safetensors" else (save_checkpoint, load_checkpoint)
+    save(model, "law", tmp_path / "law") if form == "safetensors" else save(model, tmp_path / "law", ["med", "law"])
+    with pytest.raises(CheckpointError, match=f"scale is 2, not {law.scale:g}"):
+        load(other, "law", tmp_path / "law") if form == "safetensors" else load(other, tmp_path / "law", ["med", "law"])
+    for name, arrays in before.items():
+        for key, value in adapter_arrays(other, name).items():
+            np.testing.assert_array_equal(value, arrays[key])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_what_is_loaded_merged_or_left_stays_where_the_model_lies_without_a_mesh_set(tmp_path, axis_type):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+
+    def split(array):
+        axes = [None] * (array.ndim - 1) + ["model"] if array.ndim and array.shape[-1] % 2 == 0 else []
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    model = apply_lora(nnx.Dict(up=nnx.Linear(8, 6, rngs=nnx.Rngs(0))), SPECS, targets="up")
+    save_adapter(model, "law", tmp_path / "law")
+    save_checkpoint(model, tmp_path / "all")
+    nnx.update(model, jax.tree.map(split, nnx.state(model)))
+    places = lambda model: [array.sharding for array in jax.tree.leaves(nnx.state(model))]  # noqa: E731
+    before, up = places(model), model["up"]
+    kernel, lora_b = up.kernel[...].sharding, up.lora_b[...].sharding
+    load_adapter(model, "law", tmp_path / "law")
+    load_checkpoint(model, tmp_path / "all")
+    assert places(model) == before
+    merged = merge_adapter(nnx.clone(model), "med")
+    assert merged["up"].kernel[...].sharding == kernel
+    left = only_adapter(model, "med")["up"]
+    assert left.lora_b[...].sharding == lora_b
+    assert left.lora_a[...].sharding.mesh == mesh
