@@ -100,6 +100,7 @@ def config_json(model: ModelConfig) -> dict[str, Any]:
             "use_parallel_residual": model.norms.startswith("parallel"),
             "use_qk_norm": bool(model.qk_norm),
             "index_topk": model.chosen,
+            "output_vocab_size": model.output_vocab or None,
         }
         | _windows(model, family)
         | _full_layers(model)

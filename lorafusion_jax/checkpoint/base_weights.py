@@ -164,7 +164,7 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...] | None]:
     shapes: dict[str, tuple[int, ...] | None] = {
         "model.embed_tokens.weight": (config.vocab_size, width),
         **{f"model.norm.{leaf}": (width,) for leaf in ("weight", "bias")[: 1 + config.norm_bias]},
-        **({} if config.tie_embeddings else {"lm_head.weight": (config.vocab_size, width)}),
+        **({} if config.tie_embeddings else {"lm_head.weight": (config.num_outputs, width)}),
         **{f"model.{name}": shape for name, shape in config.input_shapes.items()},
     }
     for number, layer in enumerate(config.layers):

@@ -11,6 +11,12 @@ from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import CheckpointError, DataError, LoraFusionError
 from lorafusion_jax.families.model import ModelConfig
 
+HAVE, PREDICT = "have", "predict"
+FIX = {
+    HAVE: "resize the model's embeddings to its tokenizer (resize_token_embeddings of transformers, then "
+    "save_pretrained), or take the token out of the rows, the chat template or tokenizer.json",
+    PREDICT: "learn the answers alone (data.loss: assistant), or take the token out of the rows; a prompt may hold it",
+}
 LEFT_TO_TRAINING = ("model.not-found", "model.unsupported")  # planning works without the model
 
 
@@ -37,8 +43,13 @@ def model_problems(
         reserved: tokens of a sample that a rollout may draw or read.
     """
     problems: list[LoraFusionError] = []
-    if samples.largest_token >= model.vocab_size:
-        problems.append(_unknown_token(samples, model.vocab_size, tokenizer, adapter, directory))
+    if samples.largest_token >= model.num_outputs:  # seldom, so that most data is read once
+        key, lacking = f"vocab_size is {model.vocab_size}", samples.tokens >= model.vocab_size
+        of_head, unlearned = f"output_vocab_size is {model.num_outputs}", samples.tokens >= model.num_outputs
+        if lacking.any():
+            problems.append(_unknown_token(samples, lacking, HAVE, key, tokenizer, adapter, directory))
+        elif (learned := unlearned & samples.loss_mask).any():
+            problems.append(_unknown_token(samples, learned, PREDICT, of_head, tokenizer, adapter, directory))
     longest = longest_texts(samples)
     sample = f"{adapter}: row {int(samples.rows[longest.argmax()])} of {samples.report.source}"
     sample += f" with {reserved} tokens of answers" if reserved else ""
@@ -56,9 +67,15 @@ def longest_texts(samples: TokenizedSet) -> np.ndarray:
 
 
 def _unknown_token(
-    samples: TokenizedSet, vocab_size: int, tokenizer: Tokenizer, adapter: str, directory: Path
+    samples: TokenizedSet,
+    is_unknown: np.ndarray,
+    does_not: str,
+    key: str,
+    tokenizer: Tokenizer,
+    adapter: str,
+    directory: Path,
 ) -> DataError:
-    places = np.flatnonzero(samples.tokens >= vocab_size)
+    places = np.flatnonzero(is_unknown)
     owners = np.searchsorted(samples.offsets, places, side="right") - 1
     token = int(samples.tokens[places[0]])
     rows = len(np.unique(owners))
@@ -68,9 +85,8 @@ def _unknown_token(
     return DataError(
         "data.token-id",
         f"{adapter}: {rows} of {samples.report.rows} rows of {samples.report.source} hold tokens that the base model "
-        "does not have.",
+        f"does not {does_not}.",
         where=f"{samples.report.source}, row {int(samples.rows[owners[0]])}",
-        why=f"{token_text}, but vocab_size is {vocab_size} in {directory / 'config.json'}",
-        fix="resize the model's embeddings to its tokenizer (resize_token_embeddings of transformers, then "
-        "save_pretrained), or take the token out of the rows, the chat template or tokenizer.json",
+        why=f"{token_text}, but {key} in {directory / 'config.json'}",
+        fix=FIX[does_not],
     )

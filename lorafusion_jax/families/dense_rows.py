@@ -189,8 +189,9 @@ DENSE: dict[str, Family] = {
     ),
     "apertus1p5_text": Family(
         models="Apertus 1.5, its text",
-        beyond="as Apertus; a head without rows for images and sounds is refused",
-        architectures=("Apertus1p5TextForCausalLM",), **_APERTUS, reads=_APERTUS_KEYS | {"vocab_size": 266752},
+        beyond="as Apertus, with a head of the tokens of text alone",
+        architectures=("Apertus1p5TextForCausalLM",), **_APERTUS,
+        reads=_APERTUS_KEYS | {"vocab_size": 266752, "output_vocab_size": None},
     ),
     "starcoder2": Family(
         models="StarCoder2",

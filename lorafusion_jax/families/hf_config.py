@@ -25,6 +25,7 @@ class HFConfig(BaseModel):
     architectures: list[str] | None = None
     model_type: str | None = None
     vocab_size: Entries | None = None
+    output_vocab_size: Entries | None = None
     hidden_size: Width | None = None
     intermediate_size: Width | None = None
     num_hidden_layers: Depth | None = None

@@ -64,6 +64,7 @@ class ModelConfig:
         attention_module: name of attention in its layer.
         fused_name, fused_by_head: see `families.attention.Attention`.
         latent: attention of all layers, but for its rope (None: it has no latents).
+        output_vocab: tokens that the head has rows of, the first ones (0: all).
         input_width, input_vocab: width of the inputs that layers have of their own, and rows of their table (0: there
             are none), see `families.per_layer_input`.
         learned_positions: the embedding of a token's position is added to its own.
@@ -133,6 +134,7 @@ class ModelConfig:
     fused_name: str = "qkv_proj"
     fused_by_head: bool = False
     latent: LatentAttention | None = None
+    output_vocab: int = 0
     input_width: int = 0
     input_vocab: int = 0
     learned_positions: bool = False
@@ -392,9 +394,14 @@ class ModelConfig:
         return self if tensor == 1 else _part_of(self, tensor)
 
     @property
+    def num_outputs(self) -> int:
+        """Rows of the head: it gives logits of the tokens 0 to `num_outputs` - 1."""
+        return self.output_vocab or self.vocab_size
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the base model; a tied head counts once."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        embeddings = self.hidden_size * (self.vocab_size + (0 if self.tie_embeddings else self.num_outputs))
         others = self.hidden_size * (1 + self.norm_bias) + sum(map(prod, self.input_shapes.values()))
         return embeddings + sum(layer.num_parameters for layer in self.layers) + others
 

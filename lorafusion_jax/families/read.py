@@ -59,6 +59,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
             malformed += outside_text(root, {**root[TEXT], **_of_root(root, wrapper)}, SHARED, family)
     hf = parse_part(HFConfig, family.canonical(raw), malformed)
     malformed += _missing(hf, family, malformed)
+    malformed += _unusable_head(hf)
     heads, hidden = hf.num_attention_heads or 0, hf.hidden_size or 0
     kv_heads = hf.num_key_value_heads or heads
     head_dim = hf.head_dim or hidden // max(heads, 1)
@@ -96,6 +97,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
             "family": name,
             "wrapper": wrapper,
             "vocab_size": hf.vocab_size or 0,
+            "output_vocab": _output_vocab(hf),
             "hidden_size": hidden,
             "intermediate_size": _inner(hf, family, experts is None),
             "num_layers": hf.num_hidden_layers or 0,
@@ -164,6 +166,20 @@ def _missing(hf: HFConfig, family: Family, malformed: list[str]) -> list[str]:
     bad = {problem.partition("=")[0] for problem in malformed}
     missing = [key for key in _COUNTS if getattr(hf, key) is None and key not in bad]
     return [f"{family.key_of(key)} is missing" for key in missing]
+
+
+def _output_vocab(hf: HFConfig) -> int:
+    """Rows of a head that has fewer than the embedding; 0: it has as many."""
+    return 0 if hf.output_vocab_size in (None, hf.vocab_size) else hf.output_vocab_size or 0
+
+
+def _unusable_head(hf: HFConfig) -> list[str]:
+    rows = _output_vocab(hf)
+    if rows > (hf.vocab_size or rows):
+        return [f"output_vocab_size={rows} is more than vocab_size={hf.vocab_size}"]
+    if rows and hf.tie_word_embeddings:
+        return [f"output_vocab_size={rows} and tie_word_embeddings=True: the embedding has {hf.vocab_size} rows"]
+    return []
 
 
 def _refuse_unread(raw: dict[str, Any], family: Family, unsupported: list[str]) -> None:

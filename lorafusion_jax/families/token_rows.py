@@ -73,11 +73,14 @@ def token_rows(name: str, tokens: Tokens | Mapping[str, Tokens] | None, tokenize
 
 def unusable_rows(name: str, rows: TokenRows, model: ModelConfig) -> Iterator[LoraFusionError]:
     """Yields an error for everything about an adapter's trainable tokens that a model cannot have."""
-    outside = [token for ids in rows.stored.values() for token in ids if token >= model.vocab_size]
-    if outside:
+    sizes = {"embed": ("the base", model.vocab_size), "head": ("the base's head", model.num_outputs)}
+    for table, ids in rows.stored.items():
+        base, size = sizes[table]
+        if not (outside := [token for token in ids if token >= size]):
+            continue
         yield ConfigError(
             CODE,
-            f"{name}: trainable_tokens has {outside[0]}, and the base has the tokens 0 to {model.vocab_size - 1}.",
+            f"{name}: trainable_tokens has {outside[0]}, and {base} has the tokens 0 to {size - 1}.",
             why="a row that trains must exist",
             fix="resize the base's embedding first (resize_token_embeddings of transformers), and save it",
         )

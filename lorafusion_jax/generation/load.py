@@ -90,6 +90,7 @@ def _leaves(parts: Parts, adapters: Sequence[tuple[AdapterSpec, Arrays]]) -> dic
     for spec, arrays in adapters:
         zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes[spec.name].items()}
         some_layers = parts.model.some_layers
-        adapter_leaves = put_adapter(with_adapter_axis(zeros), 0, arrays, spec.kind, None, spec.patterns, some_layers)
+        described = spec.kind, None, spec.patterns, some_layers, spec.tokens
+        adapter_leaves = put_adapter(with_adapter_axis(zeros), 0, arrays, *described)
         leaves[spec.name] = {name: array[:, 0] for name, array in adapter_leaves.items()}
     return leaves

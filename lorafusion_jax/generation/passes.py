@@ -243,7 +243,7 @@ class Passes:
 
     def _start(self, rows: RowSettings) -> tuple[Chosen, Array, tuple[Any, ...], Any]:
         """Puts settings on the devices of the last stage."""
-        mesh, vocabulary = self._stages[-1].stage.mesh, self._stages[-1].stage.parts.model.vocab_size
+        mesh, vocabulary = self._stages[-1].stage.mesh, self._stages[-1].stage.parts.model.num_outputs
         B = len(rows.number_B)
         listed = None
         if rows.listed:

@@ -104,13 +104,15 @@ class GenerationPrograms:
             raise RunError("generate.tensor", message, why=why, fix=fix)
         self._options = {**ROUNDS, **compiler_options(), **(options or {})}
         self._parts, self._mesh, self._layout = stage.parts, stage.mesh, stage.parts.leaves
-        self._operands, self._table_axis = stage.programs.operands, stage.programs.ends.table_axis
+        self._operands, ends = stage.programs.operands, stage.programs.ends
+        self._table_axis, self._head_axis = ends.table_axis, ends.head_axis
         self._extent = stage.extent
         self._rows = {name: row for row, name in enumerate(self._layout.columns)}
         self._plain = all(spec.kind == PLAIN for spec in self._parts.specs)
-        self._table = P(*self._mesh.split((self._parts.model.vocab_size, self._parts.model.hidden_size)))
-        self.embed = self._jit(self._embed, (self._table, *(EVERYWHERE,) * 4))
-        ends = stage.programs.ends
+        model = self._parts.model
+        table = P(*self._mesh.split((model.vocab_size, model.hidden_size)))
+        self._head_spec = P(*self._mesh.split((model.num_outputs, model.hidden_size)))
+        self.embed = self._jit(self._embed, (table, *(EVERYWHERE,) * 4))
         self._input_axes = ends.input_axes
         input_specs = {
             name: P() if axis is None else P(*[None] * axis, "fsdp") for name, axis in self._input_axes.items()
@@ -358,7 +360,7 @@ class GenerationPrograms:
             only_last: every row is the last one of its sequence; otherwise `last_B` names it, -1 for none.
         """
         function = partial(self._head, mode, edited, listed, only_last)
-        return self._jit(function, (EVERYWHERE, self._table, *(EVERYWHERE,) * 9))
+        return self._jit(function, (EVERYWHERE, self._head_spec, *(EVERYWHERE,) * 9))
 
     def _head(
         self,
@@ -407,7 +409,7 @@ class GenerationPrograms:
     ) -> Array:
         model = self._parts.model
         hidden_BD = final_norm(x_BD, norm, model)
-        logits_BV = logits(hidden_BD, gather(table, self._table_axis).T, model)
+        logits_BV = logits(hidden_BD, gather(table, self._head_axis).T, model)
         if values_SDm is None:
             return logits_BV
         S, D, m = values_SDm.shape
@@ -420,7 +422,7 @@ class GenerationPrograms:
 
     def _jit_score(self, listed: int) -> Any:
         """The program that scores tokens of prompts, with their most probable ones."""
-        return self._jit(partial(self._score, listed), (EVERYWHERE, self._table, *(EVERYWHERE,) * 6))
+        return self._jit(partial(self._score, listed), (EVERYWHERE, self._head_spec, *(EVERYWHERE,) * 6))
 
     def _score(
         self,

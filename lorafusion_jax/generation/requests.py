@@ -98,25 +98,28 @@ def check_requests(requests: Sequence[Request], model: ModelConfig) -> None:
     errors: list[LoraFusionError] = []
     for request in requests:
         length, where, sampling = len(request.tokens), request.where, request.sampling
-        tokens_by_name = {
-            "its stop_tokens": sampling.stop_tokens or (),
+        scored = () if sampling.prompt_logprobs is None else request.tokens[1:][-(sampling.prompt_last or length) :]
+        predicted = {
             "its allowed_tokens": sampling.allowed_tokens or (),
             "its logit_bias": tuple(sampling.logit_bias),
             "its prompt_targets": tuple(t for tokens in sampling.prompt_targets for t in tokens if t != -1),
+            "its prompt, whose log p it asks for,": scored,
         }
+        tokens_by_name = {where: request.tokens, f"{where}: its stop_tokens": sampling.stop_tokens or ()}
         if not length:
             message = f"{where} has no token."
             errors.append(ConfigError("generate.empty-prompt", message, fix="a text, or at least one message"))
-        elif outside := [token for token in request.tokens if not _is_token(token, model)]:
-            message = f"{where} has the token {outside[0]}, and the model has tokens 0 to {model.vocab_size - 1}."
-            errors.append(ConfigError("generate.token", message, fix="the tokens of this base's tokenizer"))
         elif length >= model.positions:
             message = f"{where} has {length} tokens, and the model knows {model.positions} positions."
             errors.append(CheckpointError("generate.too-long", message, fix="a shorter prompt"))
         for name, tokens in tokens_by_name.items():
-            if outside := [token for token in tokens if not _is_token(token, model)]:
-                message = f"{where}: {name} has {outside[0]}, and the model has tokens 0 to {model.vocab_size - 1}."
+            if outside := _outside(tokens, model.vocab_size):
+                message = f"{name} has the token {outside[0]}, and the model has tokens 0 to {model.vocab_size - 1}."
                 errors.append(ConfigError("generate.token", message, fix="the tokens of this base's tokenizer"))
+        for name, tokens in predicted.items():
+            if outside := _outside(tokens, model.num_outputs):
+                message = f"{where}: {name} has {outside[0]}, and the model predicts {model.num_outputs - 1} at most."
+                errors.append(ConfigError("generate.token", message, fix="tokens from 0 to this one"))
         total = length + sampling.max_tokens
         for original in turned_lengths(model):
             if length <= original < min(total, model.positions):
@@ -128,6 +131,11 @@ def check_requests(requests: Sequence[Request], model: ModelConfig) -> None:
     raise_all(errors)
 
 
-def _is_token(token: Any, model: ModelConfig) -> bool:
-    is_int = isinstance(token, int | np.integer) and not isinstance(token, bool)
-    return is_int and 0 <= int(token) < model.vocab_size
+def _outside(tokens: Sequence[Any], size: int) -> list[Any]:
+    """What is no token of a vocabulary."""
+
+    def is_token(token: Any) -> bool:
+        is_int = isinstance(token, int | np.integer) and not isinstance(token, bool)
+        return is_int and 0 <= int(token) < size
+
+    return [token for token in tokens if not is_token(token)]

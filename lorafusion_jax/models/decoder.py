@@ -83,7 +83,7 @@ class Decoder(nnx.Module):
         else:
             self.norm = RMSNorm(config.hidden_size, offset=config.norm_offset, **size)
         tied = config.tie_embeddings
-        self.lm_head = nnx.data(None) if tied else Table(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.lm_head = nnx.data(None) if tied else Table(config.num_outputs, config.hidden_size, dtype=dtype, rngs=rngs)
         _draw_adapters(self, adapters)
 
     def hidden(

@@ -254,7 +254,7 @@ def _targets(array: np.ndarray, name: str, num_tokens: int, vocab_size: int, whe
         raise CallError("call.targets", f"{TARGETS} holds {targets.dtype}, not whole numbers.", where=where)
     if targets.size and not 0 <= targets.min() <= targets.max() < vocab_size:
         wrong = targets[(targets < 0) | (targets >= vocab_size)].flat[0]
-        why = f"the model has the tokens 0 to {vocab_size - 1}"
+        why = f"the model predicts the tokens 0 to {vocab_size - 1}"
         raise CallError("call.targets", f"{TARGETS} holds {wrong}.", where=where, why=why)
     return targets.astype(np.int32)
 

@@ -339,7 +339,7 @@ def stage_floors_s(
     ]
     floors = [_layers_floor_s(problem.model, stage, by_kind) for stage in problem.layers]
     model, item = problem.model, problem.item
-    sizes = ((model.hidden_size, model.vocab_size), (model.vocab_size, model.hidden_size))
+    sizes = ((model.hidden_size, model.num_outputs), (model.num_outputs, model.hidden_size))
     floors[-1] += sum(product(rows=head_rows, inner=k, columns=n, item=item).floor_s(ceilings) for k, n in sizes)
     return floors
 

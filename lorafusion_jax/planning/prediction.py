@@ -113,7 +113,7 @@ def predicted_costs(
         network: of the run's processes (None: one process).
     """
     mesh, problem = config.mesh, memory.memory_problem(config, model)
-    table, part = problem.vocabulary * model.hidden_size, problem.device_model
+    table, part = problem.outputs * model.hidden_size, problem.device_model
     parts = predicted_parts(part, device, config.base.quantize, table=table)
     parts = _with_ranks(parts, config, part, device, tokens)
     if mesh.tensor > 1:
@@ -142,7 +142,7 @@ def predicted_parts(model: ModelConfig, device: str, quantize: str = NONE, *, ta
     return default_cost_parts(
         device,
         layer_parameters=mean_over_layers(model, partial(row_weights, hopper=device in HOPPERS, kind=kind)),
-        table_parameters=model.vocab_size * model.hidden_size if table is None else table,
+        table_parameters=model.num_outputs * model.hidden_size if table is None else table,
         hidden_size=model.hidden_size,
         attention_width=_attention_width(model),
         mlp_width=round(sum(layer.gated_elements for layer in model.layers) / model.num_layers),

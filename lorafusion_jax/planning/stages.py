@@ -217,7 +217,7 @@ def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, 
     return PartCosts(
         layer=attention + mlp,
         attention=None if model.undivided else attention,
-        head=4 * model.hidden_size * model.vocab_size * loss_share,
+        head=4 * model.hidden_size * model.num_outputs * loss_share,
     )
 
 

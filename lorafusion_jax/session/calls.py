@@ -107,10 +107,11 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a row must fit into: tokens of a microbatch, and the model's vocabulary."""
+    """What a row must fit into: tokens of a microbatch, and those that the model reads and predicts."""
 
     tokens: int
     vocab_size: int
+    num_outputs: int
 
 
 def read_rows(call: ForwardBackward, capacity: Capacity) -> list[tuple[np.ndarray, RowNumbers]]:
@@ -126,7 +127,7 @@ def read_rows(call: ForwardBackward, capacity: Capacity) -> list[tuple[np.ndarra
     for number, row in enumerate(call.rows):
         where = f"datum {number}"
         tokens = _tokens(row.tokens, capacity, where)
-        sizes = {"num_tokens": len(tokens), "vocab_size": capacity.vocab_size}
+        sizes = {"num_tokens": len(tokens), "vocab_size": capacity.num_outputs}
         rows.append((tokens, read_row(row.inputs, call.loss, config, where=where, **sizes)))
     return rows
 

@@ -38,7 +38,7 @@ class EndPrograms:
         columns: leaves of the stage.
 
     Attributes:
-        table_axis: axis of the tables [V, D] that is split over fsdp.
+        table_axis, head_axis: axis of the embedding and of the head, [V, D], that is split over fsdp.
         input_axes: the same of what makes the inputs that layers have of their own.
     """
 
@@ -46,7 +46,8 @@ class EndPrograms:
         self._parts, self._stage, self._columns = parts, stage, columns
         self._jit = partial(jit_on_stage, stage)
         self._table_spec = stage.split((parts.model.vocab_size, parts.model.hidden_size), VOCABULARY)
-        self.table_axis = split_axis(self._table_spec)
+        self._head_spec = stage.split((parts.model.num_outputs, parts.model.hidden_size), VOCABULARY)
+        self.table_axis, self.head_axis = split_axis(self._table_spec), split_axis(self._head_spec)
         self.embed = self._jit(self._embed, (self._table_spec, ROWS), ROWS)
         input_specs = {name: stage.split(shape) for name, shape in parts.model.input_shapes.items()}
         if INPUT_TABLE in input_specs:
@@ -59,7 +60,7 @@ class EndPrograms:
         self.add_row_gradients = self._jit(self._add_row_gradients, (ROWS, ROWS, ROWS, DEVICES), DEVICES, donate=(3,))
         self.replace_objectives(parts.chosen)
         self.states = self._jit(self._states, (REPLICATED, ROWS), REPLICATED)
-        logprobs = (REPLICATED, self._table_spec, ROWS, ROWS, REPLICATED)
+        logprobs = (REPLICATED, self._head_spec, ROWS, ROWS, REPLICATED)
         self.token_logprobs = self._jit(self._token_logprobs, logprobs, REPLICATED)
         self.row_logprobs = self._jit(self._row_logprobs, logprobs[:-1], ROWS)
 
@@ -70,7 +71,7 @@ class EndPrograms:
             chosen: as in `totals_of`.
         """
         self.chosen = tuple(chosen)
-        ends = (REPLICATED, self._table_spec, ROWS, ROWS, REPLICATED)
+        ends = (REPLICATED, self._head_spec, ROWS, ROWS, REPLICATED)
         head, totals = partial(self._head, self.chosen), partial(self._totals, self.chosen)
         self.head = self._jit(head, (*ends, ROWS, DEVICES), (ROWS, ROWS, ROWS, DEVICES, ROWS), donate=(5, 6))
         self.totals = self._jit(totals, ends, REPLICATED)
@@ -134,7 +135,7 @@ class EndPrograms:
 
         The last are of clients' rows, [1, T, K]; None if the microbatch has no table of them.
         """
-        table, batch = gather(table, self.table_axis), row_of_device(batch)
+        table, batch = gather(table, self.head_axis), row_of_device(batch)
         constant = {name: leaf for name, leaf in heads.items() if name in self._columns.constants}
 
         def loss(x: Carried, trained: Leaves):
@@ -154,7 +155,7 @@ class EndPrograms:
     def _totals(
         self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves
     ) -> Totals:
-        table, x, batch = gather(table, self.table_axis), x[0], row_of_device(batch)
+        table, x, batch = gather(table, self.head_axis), x[0], row_of_device(batch)
         totals, _ = self._parts.head.totals(norm, table, x, batch, heads, chosen)
         return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
 
@@ -165,11 +166,11 @@ class EndPrograms:
 
     def _token_logprobs(self, norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves) -> Array:
         """Returns log p of the learned targets of all replicas, [R, T]."""
-        table, x, batch = gather(table, self.table_axis), x[0], row_of_device(batch)
+        table, x, batch = gather(table, self.head_axis), x[0], row_of_device(batch)
         logprobs = self._parts.head.token_logprobs(norm, table, x, batch, heads)
         return logprobs[None] if self._stage.replicas == 1 else lax.all_gather(logprobs, REPLICAS)
 
     def _row_logprobs(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Array:
         """Returns the log-probabilities of clients' rows, [1, T, K]."""
-        table, batch = gather(table, self.table_axis), row_of_device(batch)
+        table, batch = gather(table, self.head_axis), row_of_device(batch)
         return self._parts.head.row_logprobs(norm, table, x[0], batch)[None]

@@ -151,7 +151,7 @@ class LossHead:
     @property
     def _axis(self) -> str | None:
         """The mesh axis that splits the vocabulary."""
-        return TENSOR if self.tensor > 1 and self.layout.model.vocab_size % self.tensor == 0 else None
+        return TENSOR if self.tensor > 1 and self.layout.model.num_outputs % self.tensor == 0 else None
 
     def _token_losses(self, hidden: Array, head: Array, batch: Any, weights: Array, rows: Array | None) -> Array:
         """Computes the token losses.

@@ -235,7 +235,7 @@ class Session(PagedSession):
         """
         tail, adapter = self.free_places.tail, {"rank": rank, "alpha": alpha, "seed": seed, "targets": targets}
         tokens = tail.limits.tiles * tail.limits.tile_tokens
-        capacity = Capacity(tokens=tokens, vocab_size=self._model.vocab_size)
+        capacity = Capacity(tokens=tokens, vocab_size=self._model.vocab_size, num_outputs=self._model.num_outputs)
         return stream_task(self.config, name, capacity, owner=owner, calls_alone=tail.reproducible, **adapter)
 
     def restore(self, name: str, state: AdapterState, *, optimizer: bool = True) -> None:

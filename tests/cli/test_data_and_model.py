@@ -63,6 +63,16 @@ def test_tokens_beyond_the_embedding_table_are_refused(lorafusion, own_job, own_
         assert part_of_message in outcome.err
 
 
+def test_a_token_that_the_head_does_not_predict_may_be_in_prompts_only(lorafusion, own_job, make_base, tmp_path):
+    shape = {"mlp_gated": False, "mlp_names": ("up_proj", "down_proj"), "qk_norm": True, "tie_embeddings": False}
+    base = make_base(tmp_path / "own", family="apertus1p5_text", activation="xielu", output_vocab=3064, **shape)
+    for labels, errors in (([-100, 5], []), ([-100, 3064], ["data.token-id"])):
+        write_rows_to(own_job.folder / "law.jsonl", [{"input_ids": [3064, abs(labels[1])], "labels": labels}])
+        outcome = lorafusion("check", own_job.path, f"base.model={base}")
+        assert outcome.errors == errors, outcome.err
+    assert "output_vocab_size is 3064" in outcome.err
+
+
 def test_a_tokenizer_may_be_larger_than_the_table_if_no_row_uses_it(lorafusion, own_job, own_base):
     add_token(own_base, "<new>")
     assert lorafusion("check", own_job.path).code == 0

@@ -25,12 +25,14 @@ from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.generation import generator, packing
 from lorafusion_jax.generation.answer_text import AnswerTexts
 from lorafusion_jax.generation.generator import Conversation, Generator
+from lorafusion_jax.generation.load import read_leaves
 from lorafusion_jax.generation.packing import BASE, NOWHERE, TILE, Prompt, pack_prompts
 from lorafusion_jax.generation.passes import Passes
-from lorafusion_jax.generation.requests import Request
+from lorafusion_jax.generation.requests import Request, check_requests
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.text import read_rows as read_prompts
 from lorafusion_jax.models import open_frozen
+from lorafusion_jax.peft.folder import write_adapter
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.session.move import transfer
@@ -220,6 +222,33 @@ def test_wrong_requests_are_reported_together(model):
     with pytest.raises(LoraFusionError) as settings:
         Sampling(max_tokens=0, temperature=float("nan"), top_p=0, top_k=-1, seed=-5, stop=("",))
     assert str(settings.value).count("generate.setting") == 6
+
+
+def test_tokens_that_the_head_has_no_row_of_are_prompts_only():
+    model = replace(ModelConfig.from_hf(MODEL), vocab_size=48, output_vocab=40)
+    check_requests([Request(tokens=[3, 47], sampling=Sampling(repetition_penalty=2.0))], model)
+    check_requests([Request(tokens=[47, 39], sampling=Sampling(prompt_logprobs=1, allowed_tokens=(39,)))], model)
+    for tokens, sampling in (
+        ([3, 47], Sampling(prompt_logprobs=0)),
+        ([3], Sampling(allowed_tokens=(40,))),
+        ([3], Sampling(logit_bias={41: 1.0})),
+        ([3, 5], Sampling(prompt_logprobs=1, prompt_targets=((-1,), (44,)))),
+    ):
+        with pytest.raises(LoraFusionError, match=r"generate.token\].* and the model predicts 39 at most"):
+            check_requests([Request(tokens=tokens, sampling=sampling)], model)
+
+
+def test_trained_rows_of_tokens_are_read_from_a_folder(tmp_path):
+    spec = AdapterSpec(name="law", rank=1, alpha=3, targets=("q_proj",), tokens=TokenRows(embed=(3, 17)))
+    model = ModelConfig.from_hf(MODEL)
+    rows = np.arange(2 * model.hidden_size, dtype=np.float32).reshape(-1, 2)
+    linear = model.layer(0).linear("q_proj")
+    pair = np.ones((linear.in_features, 1), np.float32), np.ones((1, linear.out_features), np.float32)
+    arrays = {f"layers.{layer}.self_attn.q_proj": pair for layer in range(model.num_layers)}
+    folder = write_adapter(arrays | {"tokens": (rows,)}, spec, "base", tmp_path / "law")
+    parts = Parts(model=model, specs=(spec,), settings=TrainSettings(), dtype=jnp.float32)
+    _, leaves = read_leaves(folder, parts)
+    np.testing.assert_array_equal(leaves["tokens.embed"][0], rows)
 
 
 def test_weights_that_are_not_numbers_name_their_adapter(model):

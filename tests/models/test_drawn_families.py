@@ -45,7 +45,7 @@ FILE = Path(os.environ.get("DRAWN", Path(__file__).parent / CASES_FILE))
 ROWS = drawn.read_rows(FILE)
 VALUES, GRADIENTS = 1e-5, 1e-4  # relative, as in `test_parity`
 # The first model of each family; of every run those with a mechanism that no other has, forward only.
-EVERY_DAY = ("hunyuan_v1_dense", "glm4", "apertus", "starcoder2", "cohere2", "granitemoehybrid", "lfm2",
+EVERY_DAY = ("hunyuan_v1_dense", "glm4", "apertus1p5_text_head", "starcoder2", "cohere2", "granitemoehybrid", "lfm2",
              "nemotron_h", "falcon_h1", "gpt_neox", "llama4", "olmo_hybrid", "gpt2")  # fmt: skip
 FORWARD = {ModelConfig.from_hf(row["config"]).family: case for case, row in reversed(ROWS.items())}
 
@@ -61,7 +61,7 @@ def folder_of(case: str, home: Path) -> Path:
 
 def compared(case: str, folder: Path, *, gradients: bool) -> dict[str, float]:
     """Differences of the probes, relative to the length of what they probe."""
-    row, size = ROWS[case], ModelConfig.from_hf(ROWS[case]["config"]).vocab_size
+    row, size = ROWS[case], ModelConfig.from_hf(ROWS[case]["config"]).num_outputs
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "only the text part")
         values = test_parity.computed_of(folder, tokens(TOKENS, size), gradients=gradients)

@@ -49,6 +49,7 @@ BILLION = {
     "EXAONE-3.5-2.4B": 2.41,
     "Sarvam-30B": 32.15,
     "Sarvam-105B": 106.0,
+    "Apertus-1.5-8B": 8.61,
 }
 
 

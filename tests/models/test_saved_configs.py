@@ -37,7 +37,6 @@ def test_every_family_is_there():
         "glm",
         "cohere",
         "lara_mini",
-        "apertus1p5_text",
     } == in_transformers
 
 

@@ -219,7 +219,8 @@ def write(row: dict, folder: Path) -> dict:
         for path, leaf in leaves.items():
             leaf.copy_(torch.from_numpy(values[path]))
     text = getattr(config, "text_config", config)
-    ids = torch.from_numpy(tokens(count, text.vocab_size))[None].long()
+    predicted = getattr(text, "output_vocab_size", None) or text.vocab_size  # labels must have logits
+    ids = torch.from_numpy(tokens(count, predicted))[None].long()
     mask = torch.ones_like(ids)
     with torch.no_grad(), adapted.disable_adapter():
         plain = adapted(input_ids=ids, attention_mask=mask).logits[0]

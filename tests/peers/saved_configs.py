@@ -24,7 +24,6 @@ UNPUBLISHED = (
     "glm",
     "cohere",
     "lara_mini",
-    "apertus1p5_text",
 )  # here
 WITHOUT_HEAD = {"mistral4": "Mistral4ForCausalLM"}  # its class with a head is not in the list
 SIZES = {

@@ -79,7 +79,7 @@ def computed(tmp_path_factory):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the towers that are left out
             merge_arrays(base, spec, arrays, home / "merged" / name)
-        ids = golden_tokens(case) if case in GOLDEN else tokens(TOKENS, model.vocab_size)
+        ids = golden_tokens(case) if case in GOLDEN else tokens(TOKENS, model.num_outputs)
         every = {"class": CLASSES.get(model.family, auto_class(model.wrapper)), "tokens": ids.tolist()}
         runs += [
             every | {"name": f"{name} base", "base": base, "adapter": None},

@@ -76,8 +76,15 @@ class MemoryProblem:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the tables on one device, before fsdp: all where they do not divide."""
-        rows = self.model.vocab_size
+        """Rows of the embedding on one device, before fsdp: all where they do not divide."""
+        return self._share_of(self.model.vocab_size)
+
+    @property
+    def outputs(self) -> int:
+        """The same of the head."""
+        return self._share_of(self.model.num_outputs)
+
+    def _share_of(self, rows: int) -> int:
         return rows if rows % self.tensor else rows // self.tensor
 
     @property

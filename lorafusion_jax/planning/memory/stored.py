@@ -36,16 +36,15 @@ def kernel_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1
 def frozen_bytes(problem: MemoryProblem, stage: int) -> int:
     """Bytes of the tables at both ends. A tied table is shared if one stage has both ends."""
     m = problem.model
-    table = _share((problem.vocabulary, m.hidden_size), problem.fsdp)
-    tables = int(stage == 0) + int(problem.is_last(stage))
-    if m.tie_embeddings and problem.num_stages == 1:
-        tables = 1
+    embedding, head = (_share((rows, m.hidden_size), problem.fsdp) for rows in (problem.vocabulary, problem.outputs))
+    has_head = problem.is_last(stage) and not (m.tie_embeddings and problem.num_stages == 1)
+    tables = embedding * (stage == 0) + head * has_head
     layers = sum(
         number * layer_bytes(problem, piece.half, problem.fsdp, piece.layer) for piece, number in problem.pieces(stage)
     )
     norm = m.hidden_size if problem.is_last(stage) else 0
     layer_inputs = sum(_share(shape, problem.fsdp) for shape in m.input_shapes.values()) if stage == 0 else 0
-    return layers + problem.item * (tables * table + norm + layer_inputs)
+    return layers + problem.item * (tables + norm + layer_inputs)
 
 
 def dequantised_bytes(problem: MemoryProblem, number: int) -> int:

@@ -36,7 +36,7 @@ from pallas_kernels import policy
 def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     """Temporary bytes of each program of a stage; the largest one counts."""
     m, T, item = problem.model, problem.capacity_tokens, problem.item
-    D, V = m.hidden_size, problem.vocabulary
+    D, V = m.hidden_size, problem.outputs
     kinds = {problem.model.kind_of(piece.layer): piece.layer for piece, _ in problem.pieces(stage)}
     by_kind = [_layer_work(problem, stage, number) for number in kinds.values()]
     programs = {name: max(work[name] for work in by_kind) for name in ("forward", "backward")}
