@@ -50,7 +50,6 @@ from lorafusion_jax.session.leaves import LAYERS, SHARED, TOKENS, Leaves, path_o
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stage_jit import ROUNDS, gather
 from lorafusion_jax.session.stage_weights import StoredWeights, Weights
-from pallas_kernels import compiler_options
 
 EVERYWHERE = P()
 
@@ -102,7 +101,7 @@ class GenerationPrograms:
             why = "text is made by devices with whole layers"
             fix = "mesh.tensor: 1, or generate from the exported adapter"
             raise RunError("generate.tensor", message, why=why, fix=fix)
-        self._options = {**ROUNDS, **compiler_options(), **(options or {})}
+        self._options = {**ROUNDS, **stage.parts.compiler_options, **(options or {})}
         self._parts, self._mesh, self._layout = stage.parts, stage.mesh, stage.parts.leaves
         self._operands, ends = stage.programs.operands, stage.programs.ends
         self._table_axis, self._head_axis = ends.table_axis, ends.head_axis

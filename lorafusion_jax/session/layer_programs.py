@@ -31,7 +31,6 @@ from lorafusion_jax.session.stage_jit import DEVICES, REPLICATED, ROWS, hidden_s
 from lorafusion_jax.session.stage_weights import StoredWeights, Weights, layer_kind
 from lorafusion_jax.weights.table import KINDS as STORED_KINDS
 from lorafusion_jax.weights.table import NONE
-from pallas_kernels import compiler_options
 
 # Rematerialisation: splits a layer into forward and backward programs and chooses the residuals between them.
 #
@@ -121,10 +120,9 @@ class LayerPrograms:
         jit = partial(jit_on_stage, operands.stage)
         self.inputs = jit(partial(self._inputs, dropout=True), (ROWS,), ROWS)
         self.inputs_without_dropout = jit(partial(self._inputs, dropout=False), (ROWS,), ROWS)
-        kernels = {} if self._parts.settings.implementation == "xla" else compiler_options()
         block = (operands.specs_of_block, REPLICATED, REPLICATED, ROWS, ROWS)
-        kernels |= hidden_sums(self._parts.settings.parts if operands.stage.tensor > 1 else 1)
-        layers = partial(jit, options=kernels, identity=self._identity())
+        options = hidden_sums(self._parts.settings.parts if operands.stage.tensor > 1 else 1)
+        layers = partial(jit, options=self._parts.compiler_options | options, identity=self._identity())
         self.forward = layers(self._forward, block, (ROWS, DEVICES))
         backward = partial(layers, self._backward, (*block, DEVICES, ROWS, DEVICES), (ROWS, DEVICES))
         self.backward, self.backward_giving = backward(donate=(6, 7)), backward(donate=(7,))

@@ -33,6 +33,7 @@ from lorafusion_jax.session.leaves import SHARED
 from lorafusion_jax.session.loss_head import LossHead
 from lorafusion_jax.session.stage_weights import LayerWeights, StoredWeights, Weights, layer_kind
 from lorafusion_jax.weights.table import NONE, stored_kind
+from pallas_kernels import compiler_options
 from pallas_kernels.frozen_weight import FrozenWeight
 
 # What layers pass on: x [T, D]; with keys that later layers read, or with a loss of the routers, also the choices of
@@ -120,6 +121,11 @@ class Parts:
         """Whether kernels are dequantised to `dtype` before their products."""
         kind = stored_kind(self.quantize)
         return kind is not None and kind.operand is None
+
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """Options of XLA for programs of layers, in training and in generation: their products are the same then."""
+        return {} if self.settings.implementation == "xla" else compiler_options()
 
     def usable(self, stored: StoredWeights) -> Weights:
         """Converts stored weights of a layer or half layer to the form that its ops take."""
