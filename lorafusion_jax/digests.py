@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import replace_text
-from lorafusion_jax.readable import RECORD, open_regular, read_bytes
+from lorafusion_jax.readable import RECORD, has_file, open_regular, read_bytes
 
 BLOCK, SPACING = 16 * 1024, 64 * 10**6  # bytes of a sample; bytes of an array per sample
 FILE = "SHA256SUMS"
@@ -53,7 +53,7 @@ def write_digests(folder: Path) -> None:
 
 
 def has_digests(folder: Path) -> bool:
-    return (folder / FILE).is_file()
+    return has_file(folder / FILE)
 
 
 def find_damage(folder: Path, names: Sequence[str] | None = None) -> list[Damage]:

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 
 import platformdirs
@@ -81,10 +82,21 @@ def remove_folder(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Makes a folder and those above it, durably: each is an entry of the one above."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
+    for path in make_folders(folder):
         sync(path.parent)
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Makes a folder and those above it, and returns the new ones, the innermost first.
+
+    `Path.mkdir` recurses for each of them, and a path of 4096 letters may have 2000.
+    """
+    missing = list(takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+    if not missing:
+        folder.mkdir(exist_ok=True)  # raises if it is a file
+    return missing
 
 
 def sync(path: Path) -> None:

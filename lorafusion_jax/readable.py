@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
 
@@ -35,6 +36,31 @@ class NotReadableError(OSError):
 
     def __str__(self) -> str:
         return str(self.strerror)
+
+
+def has_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a path from outside names a file. No file has a name that is too long, or that holds a zero.
+
+    >>> has_file("x" * 5000)
+    False
+    """
+    return _names_one(Path(path).is_file)
+
+
+def has_folder(path: str | os.PathLike[str]) -> bool:
+    """`has_file` for a folder."""
+    return _names_one(Path(path).is_dir)
+
+
+def _names_one(look: Callable[[], bool]) -> bool:
+    try:
+        return look()
+    except ValueError:  # it holds a zero
+        return False
+    except OSError as problem:
+        if problem.errno != errno.ENAMETOOLONG:
+            raise
+        return False
 
 
 def open_regular(path: str | os.PathLike[str], most: int | None = None, *, follow: bool = True) -> BufferedReader:

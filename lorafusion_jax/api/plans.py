@@ -20,7 +20,7 @@ from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError, raise_all
 from lorafusion_jax.families.model import ModelConfig
-from lorafusion_jax.files import write_output
+from lorafusion_jax.files import make_folders, write_output
 from lorafusion_jax.objective.table import OBJECTIVES
 from lorafusion_jax.optim.schedules import SCHEDULES
 from lorafusion_jax.optim.table import OPTIMIZERS
@@ -61,7 +61,7 @@ class JobPlan(Shown):
     def save(self, path: str | Path) -> Path:
         """Writes the plan for `train(job, plan=…)` and `lorafusion train --plan`."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         write_output(path, self.plan.to_json())
         return path
 

@@ -17,6 +17,7 @@ from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.checkpoint.saved_states import read_position
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.readable import has_file
 from lorafusion_jax.report.console import most_telling, plain_table
 from lorafusion_jax.report.early_stops import EarlyStops, early_stops
 from lorafusion_jax.report.format import count, duration, exact, last_result, layout, loss_text, omissions, waits
@@ -150,7 +151,7 @@ def _starting_numbers(run: Path, holder: dict, start: dict) -> dict:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder holds a run, or one that starts."""
-    return (folder / PLAN).is_file() or read_start(folder) is not None
+    return has_file(folder / PLAN) or read_start(folder) is not None
 
 
 def runs_in(folder: Path) -> list[dict]:

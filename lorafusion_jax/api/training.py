@@ -27,6 +27,7 @@ from lorafusion_jax.errors import CallError, CheckpointError, RunError
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.objective.rows import TARGETS, WEIGHTS
 from lorafusion_jax.peft.read_config import CONFIG_FILE
+from lorafusion_jax.readable import has_file, has_folder
 from lorafusion_jax.session import AdapterState, Session, Task
 from lorafusion_jax.session.calls import (
     ForwardBackward,
@@ -365,8 +366,8 @@ class TrainingClient:
         return CallFuture(self._stream.submit(LoadState(state=state, optimizer=optimizer)), self)
 
     def _read_state(self, folder: Path) -> AdapterState:
-        if not folder.is_dir() or (folder / CONFIG_FILE).is_file():
-            message = f"{folder} is a PEFT folder." if folder.is_dir() else f"there is no folder {folder}."
+        if not has_folder(folder) or has_file(folder / CONFIG_FILE):
+            message = f"{folder} is a PEFT folder." if has_folder(folder) else f"there is no folder {folder}."
             raise CheckpointError("state.missing", message, fix="the folder of a save_state")
         return AdapterState.read(folder, self._task.adapter)
 

@@ -9,6 +9,7 @@ from lorafusion_jax.checkpoint.base_files import commit_of
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, did_you_mean_path, first_few, install_line, quoted
 from lorafusion_jax.families.hf_config import shortened
+from lorafusion_jax.readable import has_folder
 
 MOST_MODELS = 6  # that an error offers
 ALLOWED = ["*.json", "*.safetensors", "*.jinja"]  # files of a hub model
@@ -32,10 +33,10 @@ def find_base(
 ) -> Path:
     """Finds a base model: a path, relative to a directory, or a hub name; errors as of `base_directory`."""
     direct = directory / name
-    if is_directory(direct) and ((direct / "config.json").is_file() or not _models_in(direct)):
+    if has_folder(direct) and ((direct / "config.json").is_file() or not _models_in(direct)):
         return direct
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/"))
-    if is_hub_name and not is_directory(direct.parent):  # next to a folder "models", models/8B is a folder, too
+    if is_hub_name and not has_folder(direct.parent):  # next to a folder "models", models/8B is a folder, too
         return _from_hub(name, revision, direct, fix)
     raise CheckpointError(
         "model.missing",
@@ -47,7 +48,7 @@ def find_base(
 
 def similar_folder(direct: Path, typed: str, fix: str) -> str:
     """Names the folder that was probably meant, or before the fix the models in a folder that is none, or beside it."""
-    is_here = is_directory(direct)
+    is_here = has_folder(direct)
     folder, prefix = (direct, Path(typed)) if is_here else (direct.parent, Path(typed).parent)
     models = [str(prefix / name) for name in _models_in(folder)]
     near = "" if is_here else did_you_mean_path(Path(typed), _folders_in(folder))
@@ -70,7 +71,7 @@ def base_identity(config: JobConfig) -> tuple[str, str | None]:
     if config.base.hub_id is not None:
         return config.base.hub_id, config.base.revision
     model = config.base.model
-    if not is_directory(Path(config.directory) / model):
+    if not has_folder(Path(config.directory) / model):
         return model, config.base.revision
     path = (Path(config.directory) / model).absolute()
     return hub_snapshot(path) or (str(Path(os.path.normpath(path))), None)
@@ -89,7 +90,7 @@ def base_in_commands(config: JobConfig) -> str:
     """Returns the base as a command in the current folder names it, quoted: a hub name, or a path."""
     model = config.base.hub_id or config.base.model
     path, current = Path(os.path.abspath(Path(config.directory) / model)), Path.cwd()
-    if config.base.hub_id is None and is_directory(path):
+    if config.base.hub_id is None and has_folder(path):
         model = str(path.relative_to(current) if path.is_relative_to(current) else path)
     return quoted(model)
 
@@ -102,18 +103,10 @@ def hub_snapshot(path: Path) -> tuple[str, str] | None:
     return folder.removeprefix("models--").replace("--", "/"), commit
 
 
-def is_directory(path: Path) -> bool:
-    """Whether a text from outside names a folder, however long or odd it is."""
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # not a valid file name
-        return False
-
-
 def pin_base(config: JobConfig) -> JobConfig:
     """Sets `base.revision` to the hub model's commit, so that a resumed run loads the same weights."""
     commit = commit_of(base_directory(config))
-    if commit is None or is_directory(Path(config.directory) / config.base.model):
+    if commit is None or has_folder(Path(config.directory) / config.base.model):
         return config
     return config.model_copy(update={"base": config.base.model_copy(update={"revision": commit})})
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.run_lock import FILE as LOCK
 from lorafusion_jax.checkpoint.run_lock import run_lock
-from lorafusion_jax.files import PART
+from lorafusion_jax.files import PART, make_folders
 from lorafusion_jax.readable import SETTINGS, read_text
 
 START, PLAN = "start.json", "plan.json"  # a folder with a plan is a run that was created
@@ -60,8 +60,7 @@ def begun_folder(path: Path) -> Iterator[StartFile]:
     Raises:
         CheckpointError: `run.in-use`.
     """
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    missing = make_folders(path)
     try:
         with run_lock(path):
             try:

@@ -47,7 +47,7 @@ from lorafusion_jax.errors import (
 from lorafusion_jax.files import PART, remove_folder, replace_text, sync
 from lorafusion_jax.new_folder import remove_leftovers
 from lorafusion_jax.readable import PLAN as MOST_PLAN
-from lorafusion_jax.readable import SETTINGS, open_text, read_text
+from lorafusion_jax.readable import SETTINGS, has_file, has_folder, open_text, read_text
 from scheduling import Plan, PlanOutline, outline_from_lines
 
 MOST_RUNS = 6  # that an error offers
@@ -193,7 +193,7 @@ class RunFolder:
         Raises:
             CheckpointError: `run.no-plan`.
         """
-        if self.plan_file.exists():
+        if has_file(self.plan_file) or not has_folder(self.path):
             return
         files = [
             name
@@ -416,7 +416,7 @@ class RunFolder:
         return self.path / name
 
     def _require(self, file: str) -> None:
-        if not (self.path / file).is_file():
+        if not has_file(self.path / file):
             raise no_run(self.path, file)
 
 
@@ -445,7 +445,7 @@ def no_run(path: Path, file: str) -> CheckpointError:
             fix = fix or f"one of {first_few([str(path.with_name(run)) for run in runs], MOST_RUNS)}"
         if fix:
             return CheckpointError("run.missing", f"{path} is not a run folder.", where=str(path.parent), fix=fix)
-    why = f"it has no {file}" if path.is_dir() else "it is a file" if path.exists() else "there is no such folder"
+    why = f"it has no {file}" if has_folder(path) else "it is a file" if has_file(path) else "there is no such folder"
     fix = "start a run: lorafusion train jobs.yaml --out runs/NAME"
     return CheckpointError("run.missing", f"{path} is not a run folder: {why}.", fix=fix)
 

@@ -18,7 +18,7 @@ from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.checkpoint.saved_states import checkpoint_damage, slots_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
 from lorafusion_jax.log_file import damaged_lines, read_rows, without_crc
-from lorafusion_jax.readable import PLAN, RECORD, check_regular, read_bytes, read_text
+from lorafusion_jax.readable import PLAN, RECORD, check_regular, has_folder, read_bytes, read_text
 
 LOGS = ("metrics.jsonl", "events.jsonl")
 ROLLOUTS = "rollouts"
@@ -53,7 +53,7 @@ def verify_folder(path: Path) -> list[FileCheck]:
         return [_with_digests(path, ".")]
     if read_start(path) is not None and not (path / "plan.json").is_file():
         raise no_run(path, "plan.json")
-    if not any((path / name).exists() for name in (*RUN_FILES, "state", "adapters")):
+    if not has_folder(path) or not any((path / name).exists() for name in (*RUN_FILES, "state", "adapters")):
         raise CheckpointError(
             "verify.nothing",
             f"{path} is not a run folder and has no {digests.FILE}.",

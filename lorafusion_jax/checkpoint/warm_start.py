@@ -21,6 +21,7 @@ from lorafusion_jax.peft.folder import put_adapter, read_described
 from lorafusion_jax.peft.leaves import NOT_PROJECTIONS, SHOWN, Arrays, SomeLayers, with_adapter_axis
 from lorafusion_jax.peft.read_config import CONFIG_FILE
 from lorafusion_jax.peft.settings import TENSOR_FILE
+from lorafusion_jax.readable import has_folder
 
 FIX = (
     "lora.init_from: a folder with adapter_config.json and adapter_model.safetensors, such as RUN/adapters/NAME/latest"
@@ -119,7 +120,7 @@ def start_from(
 
 
 def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arrays:
-    if not folder.is_dir():
+    if not has_folder(folder):
         raise CheckpointError("peft.missing-file", f"there is no folder {folder}.")
     kind = adapter_kind(adapter.lora.adapter_kind)
     if not kind.in_peft:

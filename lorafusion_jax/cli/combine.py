@@ -50,6 +50,7 @@ def _read(argument: str, run: Path | None) -> tuple[Path, float]:
     """The folder and the weight of "NAME=0.5"."""
     from lorafusion_jax.checkpoint.folder import RunFolder
     from lorafusion_jax.peft.read_config import CONFIG_FILE, did_you_mean_adapter
+    from lorafusion_jax.readable import has_file
 
     name, equals, number = argument.rpartition("=")
     name = name if equals else argument
@@ -59,7 +60,7 @@ def _read(argument: str, run: Path | None) -> tuple[Path, float]:
         raise ConfigError("combine.adapters", f"{argument}: '{number}' is no number.", fix=f"{name}=0.5") from None
     newest = RunFolder(run).latest(name) if run is not None else None
     folder = newest or Path(name)
-    if not (folder / CONFIG_FILE).is_file():
+    if not has_file(folder / CONFIG_FILE):
         message = f"there is no adapter {name}" + (f" in {run}." if run is not None else ".")
         fix = did_you_mean_adapter(folder, name) or f"a folder with {CONFIG_FILE}, or --run RUN and a name"
         raise CheckpointError("combine.adapters", message, fix=fix)

@@ -183,6 +183,7 @@ FIXES = dict.fromkeys(NOT_ALLOWED, "a place where you may read and write, or rig
     errno.EEXIST: "a place where no file has this name: a folder is needed",
     errno.ENOTDIR: "a place whose path leads through folders alone: a part of this one is a file",
     errno.EISDIR: "the name of a file: this is a folder",
+    errno.ENAMETOOLONG: "a shorter path: most systems have names of 255 bytes and paths of 4096",
     errno.ENOENT: "look whether it, or the folder above it, is there under this name",
 }
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lorafusion_jax.errors import ConfigError, DataError, LoraFusionError
+from lorafusion_jax.files import make_folders
 
 if TYPE_CHECKING:
     from lorafusion_jax.data.prepare import Prepared
@@ -71,7 +72,7 @@ def command(
             print(f"  {name:<12} {meaning}")
         goal = _ask("goal", _known_goal, default="answers")  # pyright: ignore[reportAssignmentType]
     values = job_for(base, data, goal or "answers", held_out)
-    to.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(to.parent)
     with to.open("x", encoding="utf-8") as file:
         file.write(_text(values, to.absolute().parent))
     print(f"written to {to}\n")

@@ -10,7 +10,7 @@ import typer
 
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, ends_in, next_command, typed
 from lorafusion_jax.errors import quoted
-from lorafusion_jax.files import write_output
+from lorafusion_jax.files import make_folders, write_output
 from lorafusion_jax.report.console import out, plain_table, say, warn
 from lorafusion_jax.report.format import count, duration, exact, percent
 
@@ -114,10 +114,10 @@ def command(
         network=network,
     )
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(output.parent)
         write_output(output, planned.plan.to_json())
     if timeline and planned.costs:
-        timeline.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(timeline.parent)
         write_output(timeline, planned.timeline_html())
     notes = [*unreached(read_job_file(jobs), overrides or ()), *ineffective(config)]
     notes += [*missing_packages(config.report), *planned.notes, *weight_notes(config)]

@@ -10,7 +10,7 @@ import typer
 
 from lorafusion_jax.cli.common import JobFile, Overrides, next_command, typed
 from lorafusion_jax.errors import ConfigError, quoted
-from lorafusion_jax.files import write_output
+from lorafusion_jax.files import make_folders, write_output
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.events import PhaseBegun
@@ -36,7 +36,7 @@ def command(
 
     if to.is_dir():  # checks before the long measurement
         raise ConfigError("output.folder", f"{to} is a folder.", fix=f"-o {to / 'costs.json'}")
-    to.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(to.parent)
     prepare_machine()
     console = out()
     with console.status("starting") as status:

@@ -11,7 +11,7 @@ import typer
 
 from lorafusion_jax.cli.common import Json, ends_in, next_command
 from lorafusion_jax.errors import quoted
-from lorafusion_jax.files import write_output
+from lorafusion_jax.files import make_folders, write_output
 from lorafusion_jax.report.console import out, say
 
 WATCH_S = 10
@@ -35,7 +35,7 @@ def command(
         RunFolder(run).read_record()  # raises if it is not a run folder
     file = runs[0] / "report.html" if to is None else to
     ends_in(file, ".html")
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(file.parent)
     is_live = _write(runs, file, live=watch)
     console = out()
     if as_json:

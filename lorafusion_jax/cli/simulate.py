@@ -10,7 +10,7 @@ import typer
 
 from lorafusion_jax.cli.common import Json, ends_in, next_command
 from lorafusion_jax.errors import ConfigError, quoted
-from lorafusion_jax.files import write_output
+from lorafusion_jax.files import make_folders, write_output
 from lorafusion_jax.readable import DATA, read_text
 from lorafusion_jax.report.console import out, plain_table, say
 
@@ -71,7 +71,7 @@ def command(
     assert file is not None
     jobs = read_trace(_text(file), workers=workers, seed=seed, rates=rates, where=str(file))
     results = [simulate_cluster(jobs, workers, policy=name, rates=rates) for name in names]
-    to.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(to.parent)
     write_output(to, replay_html(results, title=f"{file.name}: {len(jobs)} jobs on {gpus} GPUs"))
     plot = to.with_suffix(".svg")
     write_output(plot, completion_svg(results))
@@ -91,7 +91,7 @@ def _write_example(file: Path, workers: list[Worker], seed: int, rates: Rates) -
         raise ConfigError(
             "simulate.exists", f"{file} exists.", fix=f"lorafusion simulate {quoted(file)}, or a new name"
         )
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(file.parent)
     jobs = generate_trace("steady", jobs=EXAMPLE_JOBS, workers=workers, seed=seed, rates=rates)
     write_output(file, write_trace(jobs))
 

@@ -33,8 +33,9 @@ def command(
     from rich.live import Live
 
     from lorafusion_jax.api.status import is_run, run_numbers, runs_in, runs_screen, status_screen
+    from lorafusion_jax.readable import has_folder
 
-    if run.is_dir() and not is_run(run) and (runs := runs_in(run)):
+    if has_folder(run) and not is_run(run) and (runs := runs_in(run)):
         print(json.dumps(runs)) if as_json else out().print(runs_screen(runs))
         return
     numbers = run_numbers(run)

@@ -11,7 +11,7 @@ import typer
 
 from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command
 from lorafusion_jax.errors import LoraFusionError, quoted
-from lorafusion_jax.files import write_output
+from lorafusion_jax.files import make_folders, write_output
 from lorafusion_jax.layout.extent import extents
 from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.format import better_layers, duration, percent
@@ -54,7 +54,7 @@ def command(
         measured, predicted = measured.of_slots(slots), predicted.of_slots(slots)
     first, second = (measured, None) if predicted is None else (predicted, measured)
     kinds = ("measured",) if predicted is None else ("predicted", "measured")
-    to.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(to.parent)
     if to.suffix == ".json":
         write_output(to, json.dumps(to_perfetto(first, compare=second)))
     else:

@@ -16,6 +16,7 @@ from typing import Any
 from lorafusion_jax.config.read import Source
 from lorafusion_jax.config.schema import ADAPTER_KEYS
 from lorafusion_jax.errors import ConfigError, first_few
+from lorafusion_jax.readable import has_file, has_folder
 
 PACKED = (".gz", ".zst")
 TABLES = {".parquet": "parquet", ".arrow": "ipc"}
@@ -92,11 +93,11 @@ def _files(patterns: Sequence[str], folder: Path, where: str) -> list[str]:
     files: dict[str, None] = {}  # a file that two patterns match is one adapter
     for pattern in patterns:
         matches = sorted(glob.glob(pattern, root_dir=folder, recursive=True))
-        matches = [match for match in matches if (folder / match).is_file()]
+        matches = [match for match in matches if has_file(folder / match)]
         if not matches:
             message = f"'adapters.from: {pattern}' matches no file in {folder.absolute()}."
             inner = f"adapters: {{from: {pattern.rstrip('/')}/*}}, for the files of this folder"
-            fix = inner if (folder / pattern).is_dir() else EXAMPLE
+            fix = inner if has_folder(folder / pattern) else EXAMPLE
             raise ConfigError("config.no-files", message, where=where, fix=fix)
         files |= dict.fromkeys(matches)
     return list(files)

@@ -24,7 +24,7 @@ from lorafusion_jax.optim.schedules import schedule
 from lorafusion_jax.optim.table import optimizer
 from lorafusion_jax.peft.read_config import CONFIG_FILE, did_you_mean_adapter
 from lorafusion_jax.peft.settings import describe_folder, has_score
-from lorafusion_jax.readable import TEMPLATE, read_text
+from lorafusion_jax.readable import TEMPLATE, has_file, read_text
 
 MOST_DEVICES = 4096  # of a mesh
 FUNCTION_FIX = "FILE.py:function, with a path relative to the job file"
@@ -262,7 +262,7 @@ def _judge_problems(
         if judge in adapters:
             objective = adapters[judge].objective.name
             wrong = "" if objective == REWARD else f"{judge} judges answers, and its objective is {objective}."
-        elif not (folder / judge / CONFIG_FILE).is_file():
+        elif not has_file(folder / judge / CONFIG_FILE):
             near = did_you_mean(judge, [name for name, other in adapters.items() if other.objective.name == REWARD])
             near = near or did_you_mean_adapter(folder / judge, judge)
             wrong = f"there is no adapter '{judge}' in the job, and no PEFT folder of that name.{near and ' ' + near}"

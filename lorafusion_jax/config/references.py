@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.errors import did_you_mean
 from lorafusion_jax.peft.read_config import CONFIG_FILE, did_you_mean_adapter
+from lorafusion_jax.readable import has_file
 
 BASE, START = "base", "start"
 
@@ -51,7 +52,7 @@ def reference_of(adapter: AdapterConfig, names: Collection[str]) -> ReferenceWei
 def unknown_reference(adapter: AdapterConfig, names: Collection[str], directory: Path) -> str | None:
     """Explains a reference that does not exist; None if it does."""
     reference = reference_of(adapter, names)
-    if reference is None or reference.kind != "folder" or (directory / reference.name / CONFIG_FILE).is_file():
+    if reference is None or reference.kind != "folder" or has_file(directory / reference.name / CONFIG_FILE):
         return None
     near = did_you_mean(reference.name, [BASE, START, *names])
     near = near or did_you_mean_adapter(directory / reference.name, reference.name)

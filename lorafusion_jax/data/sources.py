@@ -41,6 +41,7 @@ from lorafusion_jax.data.set_folder import rows_of
 from lorafusion_jax.errors import DataError, did_you_mean_path, first_few, install_line, raise_all
 from lorafusion_jax.files import PART, make_folder, user_cache
 from lorafusion_jax.plugins import find, known_names, origin
+from lorafusion_jax.readable import has_file, has_folder
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -119,9 +120,9 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
         DataError: data.missing-file, no file of rows is there; data.splits, a folder holds several sets of files.
     """
     path = base_dir / source
-    if not is_file(source) or not _is_file_name(path) or path.is_file():
+    if not is_file(source) or has_file(path):
         return [source]  # reading it says that it is missing
-    if path.is_dir():
+    if has_folder(path):
         files, message = path.rglob("*"), f"the folder {source} has no data file"
     elif any(sign in source for sign in "*?["):
         names = glob.glob(source, root_dir=base_dir, recursive=True)  # the folder of the job is no pattern
@@ -133,19 +134,11 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
         (file for file in files if file.is_file() and kind_of(file) is not None and _visible(file, hidden)),
         key=lambda file: file.as_posix(),
     )
-    if path.is_dir():
+    if has_folder(path):
         paths = rows_of(source, path, paths)
     if not paths:
         raise DataError("data.missing-file", f"{message}.", where=str(path), fix="files with " + " ".join(KINDS))
     return [str(file if Path(source).is_absolute() else file.relative_to(base_dir)) for file in paths]
-
-
-def _is_file_name(path: Path) -> bool:
-    try:
-        path.is_file()
-    except (OSError, ValueError):  # too long, or with a zero
-        return False
-    return True
 
 
 def _visible(file: Path, hidden: list[str]) -> bool:
@@ -190,11 +183,7 @@ def find_file(source: str, base_dir: Path) -> Path:
         DataError: data.missing-file.
     """
     path = base_dir / source
-    try:
-        exists = path.is_file()
-    except (OSError, ValueError):  # not a valid file name
-        raise DataError("data.missing-file", f"there is no data file {source[:SHOWN_NAME]}….") from None
-    if not exists:
+    if not has_file(path):
         raise DataError(
             "data.missing-file", f"there is no data file {source}.", where=str(path), fix=_similar_file(path, source)
         )
@@ -284,7 +273,7 @@ def _similar_file(path: Path, typed: str) -> str:
         return f"install the package with the source {name}; " + (
             f"installed are {', '.join(installed)}" if installed else "no sources are installed"
         )
-    if not path.parent.is_dir():
+    if not has_folder(path.parent):
         return f"the folder {path.parent} is missing too"
     names = sorted(other.name for other in path.parent.iterdir() if other.suffix.lower() in KINDS)
     if near := did_you_mean_path(Path(typed), names, are_files=True):

@@ -32,7 +32,7 @@ from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.short_convolution import ShortConvolution
 from lorafusion_jax.families.table import known_models
 from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, HALVES, WIDE_MLP, Half, Linear, saved_path
-from lorafusion_jax.readable import SETTINGS, read_text
+from lorafusion_jax.readable import SETTINGS, has_folder, read_text
 from lorafusion_jax.weights.packed import Packed
 
 
@@ -474,7 +474,7 @@ def _part_of(model: ModelConfig, tensor: int) -> ModelConfig:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    file = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
+    file = path / "config.json" if has_folder(path) or path.suffix != ".json" else path
     try:
         raw = json.loads(read_text(file, SETTINGS), object_pairs_hook=one_of_each)
     except FileNotFoundError:

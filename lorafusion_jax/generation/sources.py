@@ -18,6 +18,7 @@ from lorafusion_jax.errors import CheckpointError, ConfigError, did_you_mean, qu
 from lorafusion_jax.peft.leaves import exported_spec
 from lorafusion_jax.peft.read_config import CONFIG_FILE, did_you_mean_adapter, read_config
 from lorafusion_jax.peft.settings import describe_folder
+from lorafusion_jax.readable import has_file, has_folder
 from lorafusion_jax.weights.table import NONE
 
 BASE_NAME = "base"  # the name of the base without an adapter
@@ -82,14 +83,14 @@ def find_source(
     """
     path = Path(source)
     _check_setting("dtype", dtype, get_args(BaseSettings.model_fields["dtype"].annotation))
-    if (path / CONFIG).is_file():
+    if has_file(path / CONFIG):
         origin = _of_run(RunFolder(path), adapters, base, step, best=best)
     elif step is not None or best:
         option = "best" if best else f"step={step}"
         raise ConfigError("generate.source", f"{option} needs a run folder, and {source} is none.")
-    elif (path / CONFIG_FILE).is_file():
+    elif has_file(path / CONFIG_FILE):
         origin = _of_folder(path, base)
-    elif (path / "config.json").is_file() or not path.exists():
+    elif has_file(path / "config.json") or not (has_file(path) or has_folder(path)):
         fix = "a run folder, a PEFT folder, a model folder, or org/name of a hub"
         origin = Source(base=find_base(Path(), str(source if base is None else base), fix=fix), adapters=(), asked=())
     elif read_start(path) is not None:
@@ -172,7 +173,7 @@ def _with_asked(source: Source, adapters: Sequence[str]) -> Source:
     selection = []
     for text in adapters:
         name, equals, folder = text.partition("=")
-        if equals and not (Path(folder) / CONFIG_FILE).is_file():
+        if equals and not has_file(Path(folder) / CONFIG_FILE):
             message = f"there is no adapter in {folder or 'no folder'}."
             fix = did_you_mean_adapter(Path(folder), folder) or f"a folder with {CONFIG_FILE}"
             raise CheckpointError("generate.unknown-adapter", message, where=text, fix=fix)

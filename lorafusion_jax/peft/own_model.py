@@ -33,6 +33,7 @@ from lorafusion_jax.peft.leaves import Arrays, as_exported
 from lorafusion_jax.peft.read_config import CONFIG_FILE, describe, read_config
 from lorafusion_jax.peft.settings import text_name
 from lorafusion_jax.peft.write_config import config_of
+from lorafusion_jax.readable import has_folder
 from lorafusion_jax.tensor_file import merged, plain_name, write_tensors
 
 type Keys = Mapping[str, str] | Callable[[str], str] | None
@@ -184,7 +185,7 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: str | Seque
     import orbax.checkpoint as ocp
 
     folder = Path(folder).absolute()
-    if not folder.is_dir():
+    if not has_folder(folder):
         raise CheckpointError("lora.no-file", "there is no checkpoint of adapters.", where=str(folder))
     with plain_name(folder) as parent, merged(parent) as stored, ocp.StandardCheckpointer() as checkpointer:
         try:

@@ -20,7 +20,7 @@ from lorafusion_jax.families.multimodal import TEXT_ROOT
 from lorafusion_jax.families.token_rows import check_tokens, token_rows
 from lorafusion_jax.layout.layer import EMBEDDING, EMBEDDINGS, GPT_2, PATHS, RENAMED, ROOTS
 from lorafusion_jax.peft.experts import targets_of
-from lorafusion_jax.readable import SETTINGS, read_text
+from lorafusion_jax.readable import SETTINGS, has_folder, read_text
 
 CONFIG_FILE = "adapter_config.json"
 LORA = "LORA"  # PEFT's type
@@ -157,7 +157,7 @@ def peft_type(kind: AdapterKind) -> str:
 
 def did_you_mean_adapter(folder: Path, typed: str | Path) -> str:
     """Names the PEFT folders of a run that were meant by a folder above them; "" if there are none."""
-    for below in ("latest", "*/latest", "adapters/*/latest") if folder.is_dir() else ():
+    for below in ("latest", "*/latest", "adapters/*/latest") if has_folder(folder) else ():
         files = sorted(folder.glob(f"{below}/{CONFIG_FILE}"))
         if folders := [str(Path(typed) / file.parent.relative_to(folder)) for file in files]:
             return f"did you mean {first_few(folders, MOST_FOLDERS)}?"

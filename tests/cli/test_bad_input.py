@@ -332,6 +332,41 @@ def test_no_run_folder(lorafusion, tmp_path):
         assert (outcome.code, outcome.errors) == (2, ["run.missing"])
 
 
+@pytest.mark.parametrize("text", ["x" * 3000, "runs/" + "x" * 300])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("status",), "run.missing"),
+        (("verify",), "verify.nothing"),
+        (("serve", "--base"), "serve.base"),
+        (("combine", "--to", "both"), "combine.adapters"),
+    ],
+)
+def test_a_name_that_is_too_long_names_nothing(lorafusion, tmp_path, monkeypatch, words, code, text):
+    monkeypatch.chdir(tmp_path)
+    outcome = lorafusion(*words, text)
+    assert (outcome.code, outcome.errors) == (2, [code])
+    assert "fix: " in outcome.err
+
+
+def test_a_long_name_in_a_job_is_reported_with_its_key(lorafusion, job):
+    job.adapter("law")["lora"] = {"init_from": "x" * 300}
+    job.adapter("med")["objective"] = {"name": "dpo", "reference": "x" * 300}
+    outcome = lorafusion("check", job.write())
+    assert outcome.code == 2
+    assert {"objective.reference", "peft.missing-file"} <= {*outcome.errors}
+
+
+def test_a_file_below_very_many_new_folders_is_written(lorafusion, tiny_base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows_to(tmp_path / "rows.jsonl", make_rows(4, seed=0))
+    path = "d/" * 1500 + "job.yaml"
+    outcome = lorafusion("new", "--base", tiny_base, "--data", "rows.jsonl", "-o", path)
+    assert f"written to {path}" in outcome.out
+    os.unlink(path)
+    os.removedirs(os.path.dirname(path))  # shutil.rmtree recurses, too
+
+
 def test_a_wrong_name_of_a_run_is_answered_with_the_runs_that_are_there(lorafusion, tmp_path):
     (tmp_path / "runs" / "sweep").mkdir(parents=True)
     (tmp_path / "runs" / "sweep" / "plan.json").write_text("{}")
@@ -438,6 +473,9 @@ def test_output_that_the_system_refuses(lorafusion, job):
     outcome = lorafusion("plan", job.path, "-o", job.folder / "file" / "plans" / "plan.json")
     assert (outcome.code, outcome.errors) == (1, ["system.file"])
     assert "fix: a place whose path leads through folders alone" in outcome.err
+    outcome = lorafusion("plan", job.path, "-o", job.folder / ("x" * 300))
+    assert (outcome.code, outcome.errors) == (1, ["system.file"])
+    assert "fix: a shorter path" in outcome.err
     outcome = lorafusion("serve", "--demo", "--home", job.folder / "file")
     assert (outcome.code, outcome.errors) == (1, ["system.file"])
     assert "fix: a place where no file has this name" in outcome.err

@@ -380,6 +380,7 @@ def _check_installed(needed: Sequence[str]) -> None:
 
 def _bases(bases: list[str]) -> dict[str, Path]:
     from lorafusion_jax.checkpoint.base_model import similar_folder
+    from lorafusion_jax.readable import has_file
 
     if not bases:
         message, fix = (
@@ -391,7 +392,7 @@ def _bases(bases: list[str]) -> dict[str, Path]:
     for text in bases:
         name, is_named, folder = text.partition("=")
         path = Path(folder if is_named else text).absolute()
-        if not (path / "config.json").is_file():
+        if not has_file(path / "config.json"):
             fix = similar_folder(path, folder if is_named else text, "a folder with config.json and *.safetensors")
             raise ConfigError("serve.base", f"{path} is not the folder of a model.", fix=fix)
         key = name if is_named else path.name
