@@ -21,7 +21,7 @@ def differentiate(
         returns_gradients: the loss returns them; it may use numpy.
 
     Raises:
-        CallError: `call.loss`, it returned something else.
+        CallError: `call.loss`, it returned something else, or a number that does not depend on the arrays for jax.
     """
     if returns_gradients:
         loss, metrics, gradients = _parts(loss_fn(data, logprobs), ("loss", "metrics", "gradients"))
@@ -29,10 +29,28 @@ def differentiate(
         import jax
         import jax.numpy as jnp
 
-        loss_and_gradients = jax.value_and_grad(
-            lambda arrays: _parts(loss_fn(data, arrays), ("loss", "metrics")), has_aux=True
-        )
-        (loss, metrics), gradients = loss_and_gradients([jnp.asarray(array) for array in logprobs])
+        def loss_of(arrays: list[Any]) -> Any:
+            loss, metrics = _parts(loss_fn(data, arrays), ("loss", "metrics"))
+            if not isinstance(loss, jax.Array) and loss != 0:  # a batch may have nothing to lose
+                raise CallError(
+                    "call.loss",
+                    f"the loss is the number {loss}, which jax cannot differentiate.",
+                    why="it has no gradient, as after .item(): nothing would be trained",
+                    fix="return the array of jax",
+                )
+            return jnp.asarray(loss, float), metrics
+
+        loss_and_gradients = jax.value_and_grad(loss_of, has_aux=True)
+        try:
+            (loss, metrics), gradients = loss_and_gradients([jnp.asarray(array) for array in logprobs])
+        except jax.errors.JAXTypeError as problem:  # numpy's functions, float(…), `if` on a value
+            raise CallError(
+                "call.loss",
+                "the loss asks a log-probability for its value, which jax differentiates.",
+                why=str(problem).partition("\n")[0],
+                fix="operations of jax.numpy; or forward_backward_custom(…, returns_gradients=True) with gradients of "
+                "its own",
+            ) from problem
     if len(gradients) != len(logprobs):
         raise CallError("call.inputs", f"{len(gradients)} gradients for {len(logprobs)} data.")
     for number, (gradient, array) in enumerate(zip(gradients, logprobs, strict=True)):

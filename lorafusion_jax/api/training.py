@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from lorafusion_jax.peft.read_config import CONFIG_FILE
 from lorafusion_jax.readable import has_file, has_folder
 from lorafusion_jax.session import AdapterState, Session, Task
 from lorafusion_jax.session.calls import (
+    Call,
     ForwardBackward,
     LoadState,
     OptimStep,
@@ -40,7 +42,7 @@ from lorafusion_jax.session.calls import (
     dense,
 )
 from lorafusion_jax.session.export import export_task
-from lorafusion_jax.session.session_thread import SessionThread
+from lorafusion_jax.session.session_thread import SessionThread, other_process
 from lorafusion_jax.session.stream import Stream
 
 AdamParams = OptimStep
@@ -72,7 +74,14 @@ class ForwardBackwardOutput:
     metrics: dict[str, float]
 
 
-class CallFuture[T]:
+class _OfProcess:
+    """Is not copied into another process."""
+
+    def __reduce__(self) -> Any:
+        raise other_process()
+
+
+class CallFuture[T](_OfProcess):
     """The result of a call to come: `result()` waits for it, and so does `await`."""
 
     def __init__(self, future: Future[Any], client: Any, read: Callable[[Any], T] = lambda value: value):
@@ -156,7 +165,7 @@ def training_client(
     narrow = None if isinstance(targets, str) else targets
     classes = Places.of({rank: 1} if places is None else places, dropout=False, targets=narrow)
     if not classes.holds("lora", rank):  # before the base is read
-        raise _no_place(rank, f"rank {rank} is above the largest place, {max(classes.ranks)}")
+        raise _no_place(classes, rank, f"rank {rank} is above the largest place, {max(classes.ranks)}")
     prepare_machine()
     session = Session.open_places(
         config.base,
@@ -194,7 +203,9 @@ class _Shared:
         self.tokenizer = self.writers.submit(load_tokenizer, self.base)
 
     def end(self, name: str) -> None:
-        """Ends a client, and after the last one the session."""
+        """Ends a client, and after the last one the session. In a fork of the process it does nothing."""
+        if self.thread.is_copy:
+            return
         self.clients.discard(name)
         wait([self.thread.do(lambda session: session.forget(name))])
         if not self.clients:
@@ -202,10 +213,11 @@ class _Shared:
             self.writers.shutdown()
 
 
-class TrainingClient:
+class TrainingClient(_OfProcess):
     """Trains one adapter by calls; see `training_client`, which opens the first one.
 
-    A call that fails adds nothing, and later calls run. Methods may be called in any thread.
+    A call that fails adds nothing, and later calls run. Methods may be called in any thread of the process that opened
+    it, and not in a fork of that.
     """
 
     def __init__(self, shared: _Shared, **adapter: Any):
@@ -268,7 +280,7 @@ class TrainingClient:
                 loss_fn_outputs=result.outputs, metrics={**metrics, "loss:sum": loss, **surrogate}
             )
 
-        return CallFuture(self._stream.submit(ForwardBackward(rows=surrogate_rows)), self, read)
+        return CallFuture(self._submit(ForwardBackward(rows=surrogate_rows)), self, read)
 
     def optim_step(self, adam_params: Any = None, **numbers: float) -> CallFuture[StepDone]:
         """Takes a step of AdamW with what was added since the last one; without any of it, with gradients of zero.
@@ -278,7 +290,7 @@ class TrainingClient:
                 `beta2`, `eps`, `weight_decay`, `grad_clip_norm` (0: no clipping).
         """
         step = read_settings(OptimStep, adam_params, numbers, code="call.optimizer", argument="adam_params")
-        return CallFuture(self._stream.submit(step), self)
+        return CallFuture(self._submit(step), self)
 
     def save_state(self, path: str | Path, *, overwrite: bool = False) -> CallFuture[Path]:
         """Writes the adapter with its optimizer as a folder, from which `load_state_with_optimizer` continues."""
@@ -294,7 +306,7 @@ class TrainingClient:
 
     def save_weights_and_get_sampling_client(self) -> SamplingClient:
         """Returns a client that samples from the adapter as it is after the calls so far. Waits for its weights."""
-        state = self._stream.submit(SaveState(optimizer=False)).result()
+        state = self._submit(SaveState(optimizer=False)).result()
         return SamplingClient(self, state.weights)
 
     def load_state(self, path: str | Path) -> CallFuture[None]:
@@ -334,12 +346,16 @@ class TrainingClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _submit(self, call: Call) -> Future[Any]:
+        self._shared.thread.check_process()
+        return self._stream.submit(call)
+
     def _run_rows(
         self, rows: Sequence[Row], loss: str, config: Mapping[str, float] | None, *, forward_only: bool = False
     ) -> CallFuture[ForwardBackwardOutput]:
         call = ForwardBackward(rows=rows, loss=loss, config=dict(config or {}), forward_only=forward_only)
         return CallFuture(
-            self._stream.submit(call),
+            self._submit(call),
             self,
             lambda result: ForwardBackwardOutput(loss_fn_outputs=result.outputs, metrics=result.metrics),
         )
@@ -356,14 +372,15 @@ class TrainingClient:
             return write(state.result(), target)
 
         refuse_existing()
-        state = self._stream.submit(call)
+        state = self._submit(call)
 
         return CallFuture(self._shared.writers.submit(write_new), self)
 
     def _load(self, path: str | Path, *, optimizer: bool) -> CallFuture[None]:
+        self._shared.thread.check_process()
         # Where saves are written, so that it reads what calls before it have saved there.
         state = self._shared.writers.submit(self._read_state, Path(path)).result()
-        return CallFuture(self._stream.submit(LoadState(state=state, optimizer=optimizer)), self)
+        return CallFuture(self._submit(LoadState(state=state, optimizer=optimizer)), self)
 
     def _read_state(self, folder: Path) -> AdapterState:
         if not has_folder(folder) or has_file(folder / CONFIG_FILE):
@@ -372,7 +389,7 @@ class TrainingClient:
         return AdapterState.read(folder, self._task.adapter)
 
 
-class SamplingClient:
+class SamplingClient(_OfProcess):
     """Samples from an adapter as it was; see `TrainingClient.save_weights_and_get_sampling_client`."""
 
     def __init__(self, client: TrainingClient, weights: Mapping[str, np.ndarray]):
@@ -410,26 +427,34 @@ class SamplingClient:
 def _start(session: Session, name: str, adapter: Mapping[str, Any]) -> Task:
     task = session.new_stream(name, **adapter)
     if (free_place := session.find_place(task.spec)) is None:
-        raise _no_place(task.spec.rank, session.places.refuses(task.spec))
+        lacking = set(task.spec.targets) - set(session.places.targets or task.spec.targets)
+        raise _no_place(session.places, task.spec.rank, session.places.refuses(task.spec), lacking)
     session.start(free_place, task)
     return task
 
 
-def _no_place(rank: int, why_none: str) -> RunError:
+def _no_place(places: Places, rank: int, why_none: str, lacking: Iterable[str] = ()) -> RunError:
     """What to say where an adapter has no place.
 
     Args:
         why_none: why no place of the session would do; empty: all that would are taken.
+        lacking: its targets that no place has.
     """
-    message, fix = f"no place for an adapter of rank {rank}.", f"training_client(…, places={{{rank}: 2}})"
+    counts = Counter(places.ranks) + Counter([rank])
+    more = f"training_client(…, places={{{', '.join(f'{of}: {count}' for of, count in sorted(counts.items()))}}})"
+    if lacking and rank <= max(places.ranks):
+        more = f"training_client(…, targets={sorted({*(places.targets or ()), *lacking})})"
     why = why_none or "all places that fit are taken"
-    return RunError("session.place", message, why=why, fix=fix if why_none else f"close a client, or {fix}")
+    fix = more if why_none else f"close a client, or {more}"
+    return RunError("session.place", f"no place for an adapter of rank {rank}.", why=why, fix=fix)
 
 
 def _listed(data: Any) -> list[Any]:
     """Reads the data of a call, which is a list also where it is one datum."""
     if isinstance(data, Mapping) or hasattr(data, "model_input"):
         raise CallError("call.inputs", "the data of a call is one datum, not a list.", fix="[datum]")
+    if not isinstance(data, Iterable):
+        raise CallError("call.inputs", f"the data of a call is {data!r}, not a list.", fix="[datum]")
     return list(data)
 
 

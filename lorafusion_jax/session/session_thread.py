@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from lorafusion_jax.errors import ServerCallError
+from lorafusion_jax.errors import CallError, ServerCallError
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.session.stream import settle
 from lorafusion_jax.session.windows import WindowPlanner
@@ -21,6 +22,7 @@ class SessionThread:
     """A session whose methods run on one thread, until `close`. It sleeps while there is nothing to do."""
 
     def __init__(self, session: Session):
+        self._process = os.getpid()
         self._session, self._work = session, queue.SimpleQueue[tuple[Callable[[Session], Any], Future[Any]]]()
         self._awake, self._closing, self._problem = threading.Event(), False, ""
         self._entering = threading.Lock()
@@ -28,8 +30,27 @@ class SessionThread:
         self._thread.start()
         atexit.register(self.close)  # devices must not work when Python ends
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether this process is a fork of the session's, in which no thread runs."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Checks that this process is the session's: in a fork of it nothing would ever answer.
+
+        Raises:
+            CallError: `call.other-process`.
+        """
+        if self.is_copy:
+            raise other_process()
+
     def do[T](self, work: Callable[[Session], T]) -> Future[T]:
-        """Runs work between two windows. Its result or exception comes in the future."""
+        """Runs work between two windows. Its result or exception comes in the future.
+
+        Raises:
+            CallError: `call.other-process`.
+        """
+        self.check_process()
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         with self._entering:
@@ -45,7 +66,9 @@ class SessionThread:
         self._awake.set()
 
     def close(self) -> None:
-        """Ends the thread and the session. Calls without a result fail."""
+        """Ends the thread and the session. Calls without a result fail. In a fork of the process it does nothing."""
+        if self.is_copy:
+            return
         self._closing = True
         self._awake.set()
         self._thread.join()
@@ -86,3 +109,13 @@ class SessionThread:
 
 def _ended(why: str) -> ServerCallError:
     return ServerCallError("call.closed", "the session has ended.", why=why)
+
+
+def other_process() -> CallError:
+    """The error of a client, or a result to come, that is sent to another process or copied into one."""
+    return CallError(
+        "call.other-process",
+        "a client works in the process that opened it.",
+        why="its base, its devices and its thread are not copied, by fork or by pickle",
+        fix="call it where it was opened, and send data, tokens and results to other processes",
+    )

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import pickle
+import signal
 import time
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -34,10 +38,11 @@ from stream_clients import (
 
 import lorafusion_jax as lf
 from lorafusion_jax.api import training
+from lorafusion_jax.api.custom_loss import differentiate
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import CallError, LoraFusionError, RunError
 from lorafusion_jax.peft.folder import read_described
 from lorafusion_jax.session import AdapterState, Session, Task, WindowPlanner, call_runner
 from lorafusion_jax.session.calls import LoadState, Row, SaveState
@@ -277,7 +282,7 @@ def test_a_rank_without_a_place_is_refused_before_the_base_is_read(monkeypatch):
     monkeypatch.setattr("lorafusion_jax.api.training.prepare_machine", lambda: pytest.fail("it has begun"))
     with pytest.raises(LoraFusionError, match="rank 4 is above the largest place, 2") as raised:
         lf.training_client("models/any", rank=4, places={2: 8})
-    assert "places={4:" in raised.value.fix
+    assert "places={2: 8, 4: 1}" in raised.value.fix
 
 
 def test_a_client_that_ends_fails_its_calls(planner):
@@ -380,11 +385,75 @@ def test_custom_losses_of_jax_and_numpy_are_those_of_rows(opened):
         jax.tree.map(lambda now, before: np.testing.assert_allclose(now, before, atol=1e-4), arrays, results[0][1])
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda _, logprobs: (logprobs[0].sum().item(), {}),
+        lambda _, logprobs: (float(logprobs[0].sum()), {}),
+        lambda _, logprobs: (np.exp(logprobs[0]).sum(), {}),
+        lambda _, logprobs: (logprobs[0].sum(), {"mean": float(logprobs[0].mean())}),
+    ],
+)
+def test_a_loss_that_leaves_jax_is_refused_and_would_train_nothing(loss):
+    arrays = [np.full(3, -1.0, np.float32)]
+    with pytest.raises(CallError, match=r"call\.loss"):
+        differentiate(loss, data()[:1], arrays, returns_gradients=False)
+    assert differentiate(lambda *_: (0, {}), data()[:1], arrays, returns_gradients=False)[0] == 0
+
+
+def test_a_fork_and_a_pickle_of_a_client_say_so_and_never_wait(client):
+    """No thread of the session runs there: calls waited forever, and so did the end of a client."""
+    future, sampler = client.forward(data()), client.save_weights_and_get_sampling_client()
+    for copied in (client, future, sampler):
+        with pytest.raises(CallError, match=r"call\.other-process"):
+            pickle.dumps(copied)
+    calls = [
+        lambda: client.forward(data()),
+        lambda: client.optim_step(learning_rate=0.0),
+        lambda: client.save_state("never"),
+        lambda: client.load_state("never"),
+        lambda: client.new_client(rank=2),
+        lambda: sampler.sample([5, 6], max_tokens=2),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jax and Python warn of every fork
+        child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            for call in calls:
+                with pytest.raises(CallError, match=r"call\.other-process"):
+                    call()
+            client.close()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert future.result().metrics
+
+
+@pytest.mark.parametrize(
+    ("adapter", "fix"),
+    [
+        ({"rank": 9}, "places={4: 7, 9: 1})"),
+        ({"rank": 4, "targets": ["v_proj"]}, f"targets={sorted(['v_proj', *TARGETS])})"),
+    ],
+)
+def test_what_a_client_without_a_place_is_told_would_give_it_one(opened, session, monkeypatch, adapter, fix):
+    narrow = replace(session.places, targets=tuple(TARGETS))
+    monkeypatch.setattr(session.free_places, "places", narrow)
+    with pytest.raises(RunError, match=r"session\.place") as raised:
+        opened.new_client(**adapter)
+    assert raised.value.fix.endswith(fix)
+
+
 def test_arguments_of_another_kind_are_named(opened, tmp_path, monkeypatch):
     with opened.new_client(rank=4) as client:
         for one in (data()[0], {"model_input": [1], "loss_fn_inputs": {}}):
             with pytest.raises(LoraFusionError, match="is one datum, not a list"):
                 client.forward_backward(one)
+        with pytest.raises(LoraFusionError, match="is None, not a list"):
+            client.forward(None)
         with pytest.raises(LoraFusionError, match=f"there is no folder {tmp_path / 'none'}"):
             client.load_state(tmp_path / "none")
         monkeypatch.chdir(tmp_path)
