@@ -22,7 +22,7 @@ from lorafusion_jax.cli.generate import (
     TopK,
     TopP,
 )
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import ConfigError, LoraFusionError
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, say
@@ -90,13 +90,26 @@ class Conversation:
         self.is_typed = standard_input().isatty()
 
     def run(self) -> None:
-        while (line := self._read()) is not None and line != "/exit":
+        """Answers lines until /exit or the end of input.
+
+        Raises:
+            ConfigError: `generate.no-prompt`, there is no line, and no terminal to type one.
+        """
+        line = self._read()
+        if line is None and not self.is_typed:
+            why, fix = (
+                "chat reads a message in each line",
+                "a terminal (docker run -it), or echo 'a message' | lorafusion chat RUN",
+            )
+            raise ConfigError("generate.no-prompt", "standard input is empty.", why=why, fix=fix)
+        while line is not None and line != "/exit":
             try:
                 self._act(line)
             except LoraFusionError as problem:  # of this message only
                 for error in getattr(problem, "errors", [problem]):
                     error.fix = FIXES.get(error.code, error.fix)
                     say(self._console, str(error), "red")
+            line = self._read()
 
     def _read(self) -> str | None:
         if self.is_typed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from lorafusion_jax.cli.common import Json, ProgramCache, next_command, standard_input
-from lorafusion_jax.errors import ConfigError, DataError
+from lorafusion_jax.errors import ConfigError, DataError, quoted
 from lorafusion_jax.files import write_output
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.machine import prepare_machine
@@ -113,11 +113,7 @@ def command(
     )
     from lorafusion_jax.generation.text import FileRow, read_rows, rows_for
 
-    texts = [_stdin() if prompt == STDIN else prompt for prompt in prompts or ()]
-    if not texts and file is None:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise ConfigError("generate.no-prompt", "there is no prompt.", fix="a text, --file FILE, or - for stdin")
-        texts = [_stdin()]
+    texts = _texts(prompts or (), file, source)
     file_rows = [FileRow(rows=tuple(rows_for([text], generation_source.asked, sampling)), others={}) for text in texts]
     if file is not None:
         name = "standard input" if file == STDIN else file
@@ -175,8 +171,29 @@ def _row(generated: Any, more: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _stdin() -> str:
-    return standard_input().read().removeprefix(MARK).rstrip("\n")
+def _texts(prompts: Sequence[str], file: str | None, source: str) -> list[str]:
+    """Returns the prompts of a command; where it has none, standard input is one."""
+    if not prompts and file is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ConfigError("generate.no-prompt", "there is no prompt.", fix="a text, --file FILE, or - for stdin")
+        prompts = (STDIN,)
+    if [*prompts, file].count(STDIN) > 1:
+        message, fix = "standard input is named more than once, and can be read once.", "- for one prompt or file"
+        raise ConfigError("generate.options", message, fix=fix)
+    return [_stdin(source) if prompt == STDIN else prompt for prompt in prompts]
+
+
+def _stdin(source: str) -> str:
+    text = standard_input().read().removeprefix(MARK).rstrip("\n")
+    if not text.strip():
+        command = f"lorafusion generate {quoted(source)}"
+        raise ConfigError(
+            "generate.no-prompt",
+            "standard input is empty.",
+            why="a prompt is read from there where the command has none, or -",
+            fix=f"{command} 'a prompt', {command} --file FILE, or echo 'a prompt' | {command}",
+        )
+    return text
 
 
 def _lines(file: str) -> Iterable[str]:

@@ -292,7 +292,7 @@ def _read_row(line: str | dict, adapters: Sequence[str], sampling: Sampling, whe
     except (ValueError, RecursionError) as problem:
         raise DataError("generate.row", f"{where} is not JSON.", why=str(problem)) from None
     if not isinstance(row, Mapping):
-        raise DataError("generate.row", f"{where} is not an object.", fix='{"prompt": "…"}')
+        raise DataError("generate.row", f"{where} is not an object.", fix='an object in each line: {"prompt": "…"}')
     prompt = row.get("prompt", row.get("messages"))
     prompt = messages_or_text(prompt) if isinstance(prompt, str) else prompt
     if ("prompt" in row) == ("messages" in row) or not _is_prompt(prompt):

@@ -21,6 +21,7 @@ from lorafusion_jax.api.generation import OpenGenerator
 from lorafusion_jax.cli.chat import Conversation
 from lorafusion_jax.config.chat_templates import NAMED
 from lorafusion_jax.data.tokenizer import load_tokenizer, with_template
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import find_source
 from lorafusion_jax.generation.text import rows_for
@@ -211,6 +212,32 @@ def test_files_of_prompts_are_read_as_files_of_rows(lorafusion, finished, tmp_pa
     outcome = lorafusion("generate", finished[1], "--file", tmp_path / "rows.jsonl")
     assert (outcome.code, outcome.errors) == (2, [code])
     assert "is not JSON" not in outcome.err  # the mark with which some programs begin a file
+
+
+def test_a_chat_without_a_line_and_a_terminal_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    with pytest.raises(ConfigError, match=r"generate\.no-prompt.*standard input is empty"):
+        Conversation(Talker([""]), Sampling(), None, Console(file=io.StringIO())).run()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    Conversation(Talker([""]), Sampling(), None, Console(file=io.StringIO())).run()
+
+
+@pytest.mark.parametrize(
+    ("words", "typed", "code", "says"),
+    [
+        ((), "", "generate.no-prompt", "standard input is empty"),
+        (("-", "--raw"), " \n\n", "generate.no-prompt", "echo 'a prompt' | lorafusion generate"),
+        (("-", "-"), "cat", "generate.options", "can be read once"),
+        (("-", "--file", "-"), "cat", "generate.options", "can be read once"),
+        (("--file", "-"), "\n\n", "generate.row", "standard input holds no prompts"),
+        (("--file", "-"), "[]", "generate.row", "an object in each line"),
+    ],
+)
+def test_a_prompt_that_is_not_there_is_asked_for(lorafusion, finished, monkeypatch, words, typed, code, says):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    outcome = lorafusion("generate", finished[1], *words)
+    assert (outcome.code, outcome.errors) == (2, [code])
+    assert says in outcome.err
 
 
 def test_wrong_rows_are_named(lorafusion, finished, tmp_path):
