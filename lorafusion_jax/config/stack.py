@@ -80,7 +80,10 @@ def stack_of(config: JobConfig) -> Stack:
     first = [adapter for adapter in config.adapters if not adapter.joined]
     places = Places.of(config.train.places, dropout=any(adapter.lora.dropout for adapter in first))
     # No adapter of the run can have these names.
-    stacked = [*first, *(stand_in.model_copy(update={"name": f"({stand_in.name})"}) for stand_in in _stand_ins(places))]
+    stacked = [
+        *first,
+        *(stand_in.model_copy(update={"name": f"({stand_in.name})"}) for stand_in in stand_in_adapters(places)),
+    ]
     stand_ins = range(len(first), len(stacked))
     index = {adapter.name: number for number, adapter in enumerate(first)}
     available, used_places = model_targets(config), set[int]()
@@ -159,7 +162,7 @@ def _paged_stack(config: JobConfig) -> Stack:
                 why=why,
                 fix="leave train.resident out, or train the adapter in a job of its own",
             )
-    stacked = [place.model_copy(update={"name": f"({place.name})"}) for place in _stand_ins(places)]
+    stacked = [place.model_copy(update={"name": f"({place.name})"}) for place in stand_in_adapters(places)]
     started = {spec.name: spec.rank for spec in first[: len(ranks)]}
     return Stack(
         config=config.model_copy(update={"adapters": tuple(stacked)}),
@@ -247,7 +250,7 @@ def session_config(
         batch=batch,
         train=train,
         directory=directory,
-        adapters=tuple(_stand_ins(places)),
+        adapters=tuple(stand_in_adapters(places)),
     )
 
 
@@ -266,7 +269,9 @@ def place_name(place: int) -> str:
     return f"place-{place}"
 
 
-def _stand_ins(places: Places) -> list[AdapterConfig]:
+def stand_in_adapters(places: Places) -> list[AdapterConfig]:
+    """Returns an adapter for each place, of its kind and rank on all of its targets."""
+
     def stand_in(place: int, rank: int, kind: str) -> AdapterConfig:
         if kind == ON_EXPERTS:
             lora = LoraSettings(rank=rank, dropout=0.0, targets=[ALL_LINEAR, ALL_EXPERTS])

@@ -8,7 +8,11 @@ from functools import cache
 from types import MappingProxyType
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import PLAIN
+from lorafusion_jax.config.places import Places, class_name, place_kind
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_spec
+from lorafusion_jax.config.stack import stand_in_adapters
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.planning.memory import MemoryProblem, StageMemory, memory_problem, stage_memory
@@ -38,6 +42,7 @@ class ModelFacts:
             name: memory_problem(sessions[name], model) if name in sessions else _typical_problem(model)
             for name, model in models.items()
         }
+        self._place_kinds = {name: {place_kind(spec) for spec in p.adapters} for name, p in self._problems.items()}
         self._fullest, self._adapter_bytes = cache(self._fullest_stage), cache(self._bytes_of_adapter)
 
     def stage_costs(self, job: Job, device: str, num_stages: int, recompute: bool) -> CostModel:
@@ -47,12 +52,13 @@ class ModelFacts:
         layers = worth_in_layers(model, stage_layers(model, num_stages))
         return stages_from_parts(recomputed(parts) if self._remat(base, recompute) == "nothing" else parts, layers)
 
-    def stage_bytes(self, job: Job, num_stages: int, recompute: bool) -> StageBytes:
+    def stage_bytes(self, jobs: Sequence[Job], num_stages: int, recompute: bool) -> StageBytes:
         """Bytes of the fullest stage; see `Facts`. No microbatch fits where the base cannot be cut into stages."""
-        if self._is_uncut(job, num_stages):
+        if self._is_uncut(jobs[0], num_stages):
             return StageBytes(fixed=TOO_MUCH, token=1.0)
-        remat = self._remat(job.base_name, recompute)
-        few, many = (self._fullest(job.base_name, num_stages, remat, tokens) for tokens in (FEW, MANY))
+        base = jobs[0].base_name
+        remat, kinds = self._remat(base, recompute), tuple(sorted({job.kind for job in jobs} - self._place_kinds[base]))
+        few, many = (self._fullest(base, num_stages, remat, tokens, kinds) for tokens in (FEW, MANY))
         token = (many - few) / (MANY - FEW)
         return StageBytes(fixed=many - MANY * token, token=token)
 
@@ -61,13 +67,14 @@ class ModelFacts:
         if self._is_uncut(jobs[0], num_stages):
             return TOO_MUCH
         base, total = jobs[0].base_name, 0.0
-        place_ranks = sorted(spec.rank for spec in self._problems[base].adapters) if base in self._sessions else []
+        specs = self._problems[base].adapters if base in self._sessions else ()
+        unused = sorted((spec.rank, place_kind(spec)) for spec in specs)
         for job in sorted(jobs, key=lambda job: -job.rank):
-            place_rank = next((rank for rank in place_ranks if rank >= job.rank), None)
-            if place_rank is None:
-                total += self._adapter_bytes(base, num_stages, job.rank, job.targets)
+            smallest = next((size for size in unused if size[0] >= job.rank and size[1] == job.kind), None)
+            if smallest is None:
+                total += self._adapter_bytes(base, num_stages, job.kind, job.rank, job.targets)
             else:
-                place_ranks.remove(place_rank)
+                unused.remove(smallest)
         return total
 
     def _is_uncut(self, job: Job, num_stages: int) -> bool:
@@ -78,16 +85,30 @@ class ModelFacts:
         remat = self._sessions[base].train.remat if base in self._sessions else "auto"
         return remat if remat != "auto" else "nothing" if recompute else "gemm_inputs"
 
-    def _fullest_stage(self, base: str, num_stages: int, remat: RematPolicy, tokens: int) -> int:
-        """Bytes with the places of a session; without one, without the weights that train."""
-        stages = self._stages(replace(self._problems[base], remat=remat, capacity_tokens=tokens), num_stages)
+    def _fullest_stage(
+        self, base: str, num_stages: int, remat: RematPolicy, tokens: int, kinds: tuple[str, ...]
+    ) -> int:
+        """Bytes with the places of a session, and programs of more kinds; without one, without the weights that train.
+
+        The products of DoRA, for example, are stored for backward once an adapter of that kind is there.
+        """
+        problem = self._problems[base]
+        more = tuple(_spec(kind, 1, LINEARS, self._models[base]) for kind in kinds)
+        problem = replace(
+            problem,
+            adapters=(*problem.adapters, *more),
+            optimizers=(*problem.optimizers, *[OPTIMIZER] * len(more)),
+            remat=remat,
+            capacity_tokens=tokens,
+        )
+        stages = self._stages(problem, num_stages)
         if base in self._sessions:
             return max(stage.total for stage in stages)
         return max(stage.total - stage.adapters - stage.sums - stage.optimizers for stage in stages)
 
-    def _bytes_of_adapter(self, base: str, num_stages: int, rank: int, targets: tuple[str, ...]) -> float:
+    def _bytes_of_adapter(self, base: str, num_stages: int, kind: str, rank: int, targets: tuple[str, ...]) -> float:
         """Bytes of an adapter's weights, gradient and optimizer state on the stage that has most of them."""
-        spec = _spec(rank, targets, self._models[base])
+        spec = _spec(kind, rank, targets, self._models[base])
         stages = self._stages(replace(self._problems[base], adapters=(spec,), optimizers=(OPTIMIZER,)), num_stages)
         return max(stage.adapters + stage.sums + stage.optimizers for stage in stages)
 
@@ -102,8 +123,13 @@ def _typical_problem(model: ModelConfig) -> MemoryProblem:
     return MemoryProblem(model=model, adapters=(spec,), optimizers=(OPTIMIZER,), layers=(), capacity_tokens=FEW)
 
 
-def _spec(rank: int, targets: tuple[str, ...], model: ModelConfig) -> AdapterSpec:
-    """A job's adapter; a job that names all projections of a plain decoder means all of the model."""
+def _spec(kind: str, rank: int, targets: tuple[str, ...], model: ModelConfig) -> AdapterSpec:
+    """A job's adapter; a job that names all projections of a plain decoder means all of the model.
+
+    A place that is made for another kind has all projections.
+    """
+    if kind != PLAIN:
+        return adapter_spec(stand_in_adapters(Places.of({class_name(kind, rank): 1}))[0], model.targets)
     of_model = tuple(name for name in model.targets if name in targets)
     of_model = model.targets if set(targets) == set(LINEARS) or not of_model else of_model
     return AdapterSpec(name="job", rank=rank, alpha=float(rank), targets=of_model)

@@ -49,8 +49,8 @@ class Facts(Protocol):
         """Costs of the stages; with `recompute`, backward runs the forward of the layers again."""
         ...
 
-    def stage_bytes(self, job: Job, num_stages: int, recompute: bool) -> StageBytes:
-        """Bytes of the fullest stage."""
+    def stage_bytes(self, jobs: Sequence[Job], num_stages: int, recompute: bool) -> StageBytes:
+        """Bytes of the fullest stage of a group. They depend on the base and the kinds of its jobs."""
         ...
 
     def trainable_bytes(self, jobs: Sequence[Job], num_stages: int) -> float:
@@ -64,8 +64,8 @@ class ShapeFacts:
     def stage_costs(self, job: Job, device: str, num_stages: int, recompute: bool) -> CostModel:
         return stage_costs(job.shape, device, num_stages, recompute)
 
-    def stage_bytes(self, job: Job, num_stages: int, recompute: bool) -> StageBytes:
-        return stage_bytes(job.shape, num_stages, recompute)
+    def stage_bytes(self, jobs: Sequence[Job], num_stages: int, recompute: bool) -> StageBytes:
+        return stage_bytes(jobs[0].shape, num_stages, recompute)
 
     def trainable_bytes(self, jobs: Sequence[Job], num_stages: int) -> float:
         return sum([trainable_bytes(job.shape, num_stages, job.rank, job.targets) for job in jobs])

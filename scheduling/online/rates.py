@@ -34,7 +34,7 @@ class JobCache:
         entry = self._keys.get(job.name)
         if entry is None or entry[0] is not job:
             of = (job.shape, job.lengths, job.global_batch, job.rank, job.targets, job.weight, job.max_slowdown)
-            of += (job.eval_every, job.eval_tokens)
+            of += (job.eval_every, job.eval_tokens, job.kind)
             if max(len(self._keys), len(self._numbers)) >= MOST_JOBS:
                 self._forget_oldest()
             if of not in self._numbers:
@@ -208,7 +208,7 @@ class Rates:
         """GiB on each GPU of the fullest stage; None if the jobs do not fit on the mesh."""
         adapters = self._facts.trainable_bytes(members, mesh.stages)
         for recompute in (False, True):
-            stage = self._stage(members[0], mesh.stages, recompute)
+            stage = self._stage(members, mesh.stages, recompute)
             if stage.room(kind[1], adapters) >= mesh.capacity_tokens:
                 return stage.total(mesh.capacity_tokens, adapters) / GIB
         return None
@@ -216,7 +216,7 @@ class Rates:
     def recomputes(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> bool:
         """Whether the jobs fit on the mesh only with recomputation in backward."""
         adapters = self._facts.trainable_bytes(members, mesh.stages)
-        return self._stage(members[0], mesh.stages, False).room(kind[1], adapters) < mesh.capacity_tokens
+        return self._stage(members, mesh.stages, False).room(kind[1], adapters) < mesh.capacity_tokens
 
     @staticmethod
     def _make_room(cache: dict[Any, Any]) -> None:
@@ -241,7 +241,7 @@ class Rates:
 
     def _isolated_meshes(self, job: Job, kind: Kind, gpus: int) -> Meshes:
         profile = self.profile(job)
-        key = ("meshes", job.base_name, job.rank, job.targets, profile.longest, kind, gpus)
+        key = ("meshes", job.base_name, job.rank, job.targets, job.kind, profile.longest, kind, gpus)
         return self._once(key, lambda: self._meshes([job], kind, gpus, profile.capacities))
 
     def _search_isolated(self, job: Job, kind: Kind, gpus: int) -> IsolatedRate | None:
@@ -294,7 +294,7 @@ class Rates:
             return None
         adapters = self._facts.trainable_bytes(members, mesh.stages)
         for recompute in (False, True):
-            if self._stage(members[0], mesh.stages, recompute).room(kind[1], adapters) >= mesh.capacity_tokens:
+            if self._stage(members, mesh.stages, recompute).room(kind[1], adapters) >= mesh.capacity_tokens:
                 cost = self._cost(members[0], kind, mesh.stages, recompute)
                 return how(self._members(members, kind, mesh.gpus), mesh, cost)
         return None
@@ -323,7 +323,7 @@ class Rates:
                 continue
             adapters, before = self._facts.trainable_bytes(members, stages), 0
             for recompute in (False, True):
-                room = min(LARGEST_CAPACITY, self._stage(members[0], stages, recompute).room(kind[1], adapters))
+                room = min(LARGEST_CAPACITY, self._stage(members, stages, recompute).room(kind[1], adapters))
                 if recompute and before >= longest + 4 * TILE:
                     break
                 if room > before:
@@ -347,6 +347,6 @@ class Rates:
             key, lambda: slot_cost(self._facts.stage_costs(job, kind[0], stages, recompute), stages, trains)
         )
 
-    def _stage(self, job: Job, stages: int, recompute: bool) -> StageBytes:
-        key = ("stage", job.base_name, stages, recompute)
-        return self._once(key, lambda: self._facts.stage_bytes(job, stages, recompute))
+    def _stage(self, members: Sequence[Job], stages: int, recompute: bool) -> StageBytes:
+        key = ("stage", members[0].base_name, frozenset([job.kind for job in members]), stages, recompute)
+        return self._once(key, lambda: self._facts.stage_bytes(members, stages, recompute))

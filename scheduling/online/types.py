@@ -33,6 +33,7 @@ class Job:
         priority: jobs of a higher priority go first, whatever their size.
         eval_every: optimizer steps between evaluations (0: none), for which the whole group stops.
         eval_tokens: tokens of its held-out data.
+        kind: of its adapter; `Facts` may know that a group with it takes more memory.
 
     Raises:
         PlanError: `online.job`, `online.unknown-base`; the message names job and field.
@@ -56,12 +57,13 @@ class Job:
     priority: int = 0
     eval_every: int = 0
     eval_tokens: int = 0
+    kind: str = "lora"
     shape: ModelShape = field(init=False, repr=False, compare=False)
     base_name: str = field(init=False, repr=False, compare=False)
     tokens: float = field(init=False, repr=False, compare=False)  # expected tokens of all steps
 
     def __post_init__(self):
-        for name in ("name", "user"):
+        for name in ("name", "user", "kind"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise PlanError("online.job", f"a job's {name} must be a non-empty string, not {getattr(self, name)!r}")
         lengths = np.asarray(self.lengths)

@@ -53,7 +53,7 @@ def test_bytes_are_those_of_the_memory_plan(stages):
     problem = MemoryProblem(model=PLAIN, adapters=adapters, optimizers=("adamw",), layers=stage_layers(PLAIN, stages),
                             capacity_tokens=4096, remat="nothing")  # fmt: skip
     planned = max(stage.total for stage in stage_memory(problem))
-    counted = facts.stage_bytes(law, stages, True).total(4096, facts.trainable_bytes([law], stages))
+    counted = facts.stage_bytes([law], stages, True).total(4096, facts.trainable_bytes([law], stages))
     assert counted == pytest.approx(planned, rel=0.02)  # a straight line in the tokens; programs have steps
 
 
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_session_that_opens(settings, remat):
     for recompute in (False, True):
         saves = remat if remat != "auto" else "nothing" if recompute else "gemm_inputs"
         (stage,) = stage_memory(replace(memory_problem(told, PLAIN), capacity_tokens=4096, remat=saves))
-        assert facts.stage_bytes(law, 1, recompute).total(4096, 0) == pytest.approx(stage.total, rel=0.02)
+        assert facts.stage_bytes([law], 1, recompute).total(4096, 0) == pytest.approx(stage.total, rel=0.02)
         slower = facts.stage_costs(law, "h200", 1, recompute).stages[0].backward.token_s
         assert (slower > facts.stage_costs(law, "h200", 1, False).stages[0].backward.token_s) is (
             remat == "auto" and recompute
@@ -84,6 +84,22 @@ def test_adapters_without_a_place_take_memory_of_their_own():
 
     assert beyond(16, 8) == beyond(16, 16, 16) == beyond(4, 64, 16) == 0
     assert 0 < beyond(16, 16, 16, 16) < beyond(64, 64) < beyond(64, 64, 64) < beyond(128, 64, 64)
+
+
+@pytest.mark.parametrize(("kind", "places"), [("dora", {16: 2}), ("vera", {16: 2}), ("dora", {16: 1, "dora:64": 1})])
+def test_a_job_of_another_kind_takes_the_memory_of_a_session_with_a_place_for_it(kind, places):
+    """A place of rank 16 holds no DoRA, and its products are kept for backward as well."""
+    told = session(places=places, remat="gemm_inputs")
+    facts, base = ModelFacts({"tall": PLAIN}, {"tall": told}), shape_of(PLAIN, "tall")
+    jobs = [job(base, name="law", rank=16), job(base, name="med", rank=16, kind=kind)]
+    has_place = f"{kind}:64" in places
+    opened = session(places=places if has_place else places | {f"{kind}:16": 1}, remat="gemm_inputs")
+    (stage,) = stage_memory(replace(memory_problem(opened, PLAIN), capacity_tokens=4096, remat="gemm_inputs"))
+    counted = facts.stage_bytes(jobs, 1, False).total(4096, facts.trainable_bytes(jobs, 1))
+    assert counted == pytest.approx(stage.total, rel=0.03)
+    assert (facts.trainable_bytes(jobs, 1) == 0) is has_place
+    plain = [job(base, name="law"), job(base, name="med")]
+    assert has_place or counted > facts.stage_bytes(plain, 1, False).total(4096, facts.trainable_bytes(plain, 1))
 
 
 def test_a_plain_decoder_is_known_by_its_sizes_as_well():

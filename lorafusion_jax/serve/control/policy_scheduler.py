@@ -282,6 +282,7 @@ class PolicyScheduler:
             max_slowdown=spec.get("max_slowdown") or MAX_SLOWDOWN,
             eval_every=train.get("eval_every_steps") or 0,
             eval_tokens=row["eval_tokens"] if train else 0,
+            kind=kind_of(spec),
         )
 
     def _plan(self, group: GroupState) -> SessionPlan:

@@ -168,12 +168,15 @@ def test_rates_take_the_facts_that_they_are_given():
             return stage_costs(SHAPES["qwen2.5-32b"], device, num_stages, recompute)
 
     class Wide(ShapeFacts):
-        def stage_bytes(self, job, num_stages, recompute):
-            known = super().stage_bytes(job, num_stages, recompute)
-            return known._replace(token=40 * known.token)
+        def stage_bytes(self, jobs, num_stages, recompute):
+            known = super().stage_bytes(jobs, num_stages, recompute)
+            return known._replace(token=(40 if any(job.kind == "dora" for job in jobs) else 1) * known.token)
 
-    assert Rates(facts=Wide()).on_mesh([job()], KIND, Mesh(1, 1, 16384)) is None
-    assert RATES.on_mesh([job()], KIND, Mesh(1, 1, 16384)) is not None
+    wide = [job("b", kind="dora")]
+    assert Rates(facts=Wide()).on_mesh([job()], KIND, Mesh(1, 1, 16384)) is not None
+    assert Rates(facts=Wide()).on_mesh([job(), *wide], KIND, Mesh(1, 1, 16384)) is None
+    assert Rates(facts=Wide()).on_mesh(wide, KIND, Mesh(1, 1, 16384)) is None
+    assert RATES.on_mesh(wide, KIND, Mesh(1, 1, 16384)) is not None
     given = Rates(facts=Slow())
     mesh, lengths = Mesh(1, 8, 4096), ([900, 500], [1500, 400])
     small, large = (
