@@ -6,6 +6,7 @@ generous; they are here, in one place, so that each reader says the same.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import stat
@@ -32,7 +33,13 @@ _KINDS = {
 
 
 class NotReadableError(OSError):
-    """A path is not a file, or the file is too large. `strerror` says why."""
+    """A path is not a file, or the file is too large. `strerror` says why.
+
+    Attributes:
+        encoding: of a text that is not in UTF-8, if its beginning shows it.
+    """
+
+    encoding: str | None = None
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -99,23 +106,56 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
         return file.read()
 
 
-def read_text(path: str | os.PathLike[str], most: int, encoding: str = "utf-8") -> str:
+def read_text(path: str | os.PathLike[str], most: int) -> str:
     """Reads a regular text file, with line ends as they are on every system; see `read_bytes`.
 
+    A byte order mark, which editors and spreadsheets write before UTF-8, is no part of the text.
+
     Raises:
-        UnicodeDecodeError: it is no text of this encoding.
+        UnicodeDecodeError: it is no text in UTF-8.
     """
     with open_text(path, most) as file:
-        return file.read().decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+        return file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def open_text(path: str | os.PathLike[str], most: int) -> BufferedReader:
     """`open_regular` for text: looks at the beginning first, because gigabytes of zeros are no text."""
     file = open_regular(path, most)
-    if b"\0" in file.peek(LOOK)[:LOOK]:
+    start = file.peek(LOOK)[:LOOK]
+    if b"\0" in start:
         file.close()
-        raise NotReadableError(errno.EINVAL, "it holds zero bytes, so it is no text in UTF-8", str(path))
+        encoding = utf_16(start)
+        why = f"it is text in {encoding.upper()}" if encoding else "it holds zero bytes, so it is no text in UTF-8"
+        problem = NotReadableError(errno.EINVAL, why, str(path))
+        problem.encoding = encoding
+        raise problem
     return file
+
+
+def utf_16(start: bytes) -> str | None:
+    """The encoding of a text in UTF-16, which begins with a sign of its own or, as every format does, with ASCII.
+
+    >>> utf_16("base:".encode("utf-16-le")), utf_16(b"base:")
+    ('utf-16le', None)
+    """
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    zeros = [byte == 0 for byte in start[:4]]
+    if zeros == [False, True, False, True]:
+        return "utf-16le"
+    return "utf-16be" if zeros == [True, False, True, False] else None
+
+
+def to_utf8(name: str, encoding: str) -> str:
+    """The command that converts a file.
+
+    >>> to_utf8("data/law.jsonl", "latin1")
+    'iconv -f latin1 -t utf-8 data/law.jsonl > data/law-utf8.jsonl'
+    """
+    stem, _, suffix = name.rpartition(".")
+    return f"iconv -f {encoding} -t utf-8 {name} > {stem}-utf8.{suffix}"
 
 
 def check_regular(path: Path, most: int | None = None) -> None:

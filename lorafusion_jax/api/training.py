@@ -426,9 +426,10 @@ class SamplingClient(_OfProcess):
 
 def _start(session: Session, name: str, adapter: Mapping[str, Any]) -> Task:
     task = session.new_stream(name, **adapter)
-    if (free_place := session.find_place(task.spec)) is None:
+    why_none = session.places.refuses(task.spec)
+    if why_none or (free_place := session.find_place(task.spec)) is None:
         lacking = set(task.spec.targets) - set(session.places.targets or task.spec.targets)
-        raise _no_place(session.places, task.spec.rank, session.places.refuses(task.spec), lacking)
+        raise _no_place(session.places, task.spec.rank, why_none, lacking)
     session.start(free_place, task)
     return task
 

@@ -98,7 +98,7 @@ def _write_example(file: Path, workers: list[Worker], seed: int, rates: Rates) -
 
 def _text(trace: Path) -> str:
     try:
-        return read_text(trace, DATA, "utf-8-sig")  # spreadsheets write a byte order mark
+        return read_text(trace, DATA)
     except OSError as problem:
         message = f"{trace} cannot be read."
         raise ConfigError("simulate.trace", message, why=str(problem), fix="lorafusion simulate TRACE.csv") from None

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean_path, quoted
-from lorafusion_jax.readable import check_regular, read_text
+from lorafusion_jax.readable import check_regular, read_text, to_utf8
 
 Keys = tuple[str | int, ...]
 
@@ -82,7 +82,9 @@ def read_source(path: Path) -> Source:
         fix = fix or "lorafusion new, or lorafusion init > jobs.yaml"
         raise ConfigError("config.missing", f"there is no job file {path}.", fix=fix) from None
     except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError("config.unreadable", f"{path} cannot be read as text.", why=str(problem)) from None
+        encoding = "latin1" if isinstance(problem, UnicodeDecodeError) else getattr(problem, "encoding", None)
+        fix = f"{to_utf8(str(path), encoding)}, or save it as UTF-8" if encoding else ""
+        raise ConfigError("config.unreadable", f"{path} cannot be read as text.", why=str(problem), fix=fix) from None
     return _read_toml(path, text) if path.suffix == ".toml" else _read_yaml(path, text)
 
 

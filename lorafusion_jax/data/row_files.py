@@ -13,6 +13,7 @@ import numpy as np
 from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.rows import SHOWN, Rows, RowsError, Unreadable, type_name
 from lorafusion_jax.errors import DataError, first_few, shortened_text
+from lorafusion_jax.readable import to_utf8
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,18 +35,8 @@ def decode(name: str, content: bytes, first_line: int = 1) -> str:
             f"{name} is not UTF-8 text.",
             where=f"{name}, line {line}",
             why=f"byte 0x{content[problem.start]:02x} at offset {problem.start} cannot be decoded",
-            fix=f"iconv -f latin1 -t utf-8 {name} > {in_utf8(name)} (or whatever the encoding is)",
+            fix=f"{to_utf8(name, 'latin1')} (or whatever the encoding is)",
         ) from None
-
-
-def in_utf8(name: str) -> str:
-    """The name of a converted file.
-
-    >>> in_utf8("data/law.jsonl")
-    'data/law-utf8.jsonl'
-    """
-    stem, _, suffix = name.rpartition(".")
-    return f"{stem}-utf8.{suffix}"
 
 
 def parse_jsonl(name: str, text: str, *, first_row: int = 0, first_line: int = 1) -> Rows:

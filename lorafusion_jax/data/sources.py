@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import glob
 import hashlib
@@ -27,7 +26,6 @@ from lorafusion_jax.data.row_blocks import (
 )
 from lorafusion_jax.data.row_files import (
     decode,
-    in_utf8,
     parse_arrow,
     parse_csv,
     parse_json,
@@ -41,7 +39,7 @@ from lorafusion_jax.data.set_folder import rows_of
 from lorafusion_jax.errors import DataError, did_you_mean_path, first_few, install_line, raise_all
 from lorafusion_jax.files import PART, make_folder, user_cache
 from lorafusion_jax.plugins import find, known_names, origin
-from lorafusion_jax.readable import has_file, has_folder
+from lorafusion_jax.readable import has_file, has_folder, to_utf8, utf_16
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -152,8 +150,8 @@ def kind_of(path: Path) -> str | None:
 
 def _unreadable(source: str, path: Path, problem: Exception) -> DataError:
     why, fix = str(problem).partition("\n")[0], ""
-    if (name := _utf_16(path)) is not None:
-        why, fix = f"it is text in {name.upper()}", f"iconv -f {name} -t utf-8 {source} > {in_utf8(source)}"
+    if (encoding := _encoding(path)) is not None:
+        why, fix = f"it is text in {encoding.upper()}", to_utf8(source, encoding)
     elif not begins_packed(path):
         fix = f"mv {source} {Path(source).with_suffix('')}: it is not packed"
     elif packing_of(path) and not isinstance(problem, PermissionError):
@@ -161,19 +159,12 @@ def _unreadable(source: str, path: Path, problem: Exception) -> DataError:
     return DataError("data.unreadable", f"{source} cannot be read.", where=str(path), why=why, fix=fix)
 
 
-def _utf_16(path: Path) -> str | None:
-    """The encoding of a text that UTF-16 begins with a sign of its own or, as every format of rows does, ASCII."""
+def _encoding(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
-            start = file.read(4)
+            return utf_16(file.read(4))
     except OSError:
         return None
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
-    zeros = [byte == 0 for byte in start]
-    if zeros == [False, True, False, True]:
-        return "utf-16le"
-    return "utf-16be" if zeros == [True, False, True, False] else None
 
 
 def find_file(source: str, base_dir: Path) -> Path:

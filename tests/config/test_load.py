@@ -432,3 +432,22 @@ def test_a_fix_that_names_a_place_holds_when_it_is_followed(tmp_path):
 )
 def test_a_value_of_another_program_is_answered_with_ours(tmp_path, setting, fix):
     assert fix in errors_of(write(tmp_path, SMALL), [setting])["config.override"]
+
+
+JOB_JSON = '{"base": {"model": "m"}, "adapters": [{"name": "law", "data": {"train": "law.jsonl"}}]}'
+JOB_TOML = '[base]\nmodel = "m"\n[[adapters]]\nname = "law"\n[adapters.data]\ntrain = "law.jsonl"\n'
+
+
+@pytest.mark.parametrize(("name", "text"), [("job.yaml", JOB_JSON), ("job.json", JOB_JSON), ("job.toml", JOB_TOML)])
+def test_a_job_file_of_any_editor_is_read_or_told_how_to_convert_it(tmp_path, name, text):
+    """Editors on Windows write a byte order mark, other line ends, or UTF-16."""
+    file = tmp_path / name
+    file.write_bytes(text.encode())
+    expected = load_config(file)
+    file.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+    assert load_config(file) == expected
+    for encoding in ("utf-16", "utf-16le", "utf-16be", "utf-32"):
+        file.write_bytes(text.encode(encoding))
+        with pytest.raises(ConfigError, match=f"it is text in {encoding.upper()}") as raised:
+            load_config(file)
+        assert f"iconv -f {encoding} -t utf-8 {file} > " in raised.value.fix
