@@ -9,10 +9,11 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import shlex
 import stat
 from collections.abc import Callable
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePath
 
 MB, GB = 10**6, 10**9
 SETTINGS = 32 * MB  # job files, configurations of models and adapters, requests, costs
@@ -153,9 +154,11 @@ def to_utf8(name: str, encoding: str) -> str:
 
     >>> to_utf8("data/law.jsonl", "latin1")
     'iconv -f latin1 -t utf-8 data/law.jsonl > data/law-utf8.jsonl'
+    >>> to_utf8("my.home/my key", "utf-16")
+    "iconv -f utf-16 -t utf-8 'my.home/my key' > 'my.home/my key-utf8'"
     """
-    stem, _, suffix = name.rpartition(".")
-    return f"iconv -f {encoding} -t utf-8 {name} > {stem}-utf8.{suffix}"
+    converted = PurePath(name).with_stem(f"{PurePath(name).stem}-utf8")
+    return f"iconv -f {encoding} -t utf-8 {shlex.quote(name)} > {shlex.quote(str(converted))}"
 
 
 def check_regular(path: Path, most: int | None = None) -> None:

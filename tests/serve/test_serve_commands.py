@@ -165,6 +165,17 @@ def test_a_file_that_holds_no_key_is_an_error_that_does_not_show_it(running, tmp
         assert running.keys["ana"][-20:] not in told
 
 
+@pytest.mark.parametrize(("ends", "encoding"), [("\r\n", "utf-8-sig"), ("\n\n", "utf-8"), ("\r\n", "utf-16")])
+def test_a_key_that_a_shell_of_windows_wrote_is_one_or_is_told_how_to_convert_it(
+    running, tmp_path, capsys, ends, encoding
+):
+    file = tmp_path / "key"
+    file.write_bytes(f"{running.keys['ana']}{ends}".encode(encoding))
+    code = run(["jobs", "ls", "--url", running.url, "--key-file", str(file)])
+    told = capsys.readouterr().err
+    assert (code, "fix: iconv -f utf-16" in told) == ((2, True) if encoding == "utf-16" else (0, False))
+
+
 @pytest.mark.parametrize("job", ["a b", "ö", "../../healthz", "%2e", "?x", "#", "a\nb"])
 @pytest.mark.parametrize("command", ["show", "cancel", "watch", "log", "metrics", "delete"])
 def test_an_id_is_a_name_whatever_its_signs_are(call, job, command):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lorafusion_jax.errors import ConfigError, RunError, raise_all
+from lorafusion_jax.readable import SETTINGS, read_text, to_utf8
 from lorafusion_jax.report.console import out, plain_table
 from lorafusion_jax.report.format import loss_text
 from lorafusion_jax.serve.client import Client, ServiceError
@@ -30,7 +30,7 @@ app = typer.Typer(no_args_is_help=True, help="Jobs of a service that `lorafusion
 Url = Annotated[str, typer.Option(metavar="URL", help="address of the service")]
 Key = Annotated[Path | None, typer.Option("--key-file", help="file with the key", show_default=KEY_FILE)]
 Name = Annotated[str, typer.Argument(metavar="JOB", help="id of the job")]
-KEY = re.compile(rb"tml-lf_[a-z2-7]{8}_[A-Za-z0-9_-]{43}")
+KEY = re.compile(r"tml-lf_[a-z2-7]{8}_[A-Za-z0-9_-]{43}")
 LOCAL = "http://127.0.0.1:7070"
 FIXES = {  # of refusals, as a command line has them
     "api.key": f"write the key that `lorafusion keys add` or `serve --demo` printed to {KEY_FILE}, or --key-file FILE",
@@ -309,13 +309,17 @@ def _client(url: str, key_file: Path | None) -> Client:
     file = key_file or Path(KEY_FILE).expanduser()
     fix = "--key-file with what `lorafusion keys add` has printed, and nothing else"
     try:
-        key = file.read_bytes().strip() if key_file or file.is_file() else None
+        key = read_text(file, SETTINGS).strip() if key_file or file.is_file() else None
+    except UnicodeDecodeError:
+        key = ""
     except OSError as problem:
-        raise ConfigError("jobs.key", f"{file} cannot be read.", why=os.strerror(problem.errno or 0), fix=fix) from None
+        encoding = getattr(problem, "encoding", None)
+        fix = to_utf8(str(file), encoding) if encoding else fix
+        raise ConfigError("jobs.key", f"{file} cannot be read.", why=problem.strerror or "", fix=fix) from None
     if key is not None and KEY.fullmatch(key) is None:
         raise ConfigError("jobs.key", f"{file} does not hold a key.", why="a key is one line, tml-lf_…", fix=fix)
     try:
-        return Client(url, None if key is None else key.decode())
+        return Client(url, key)
     except ValueError as problem:
         raise ConfigError("jobs.url", f"--url: {problem}.", fix="--url http://127.0.0.1:7070") from None
 
