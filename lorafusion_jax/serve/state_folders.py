@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from lorafusion_jax.errors import RunError
+
 JOB = re.compile(r"job-[0-9a-f]{12}")
 NAME, ADAPTER = re.compile(r"e(\d+)-s(\d+)"), re.compile(r"step-(\d+)-e(\d+)")
 
@@ -26,6 +28,20 @@ def state_folder(job: Path, epoch: int, step: int) -> Path:
     'jobs/job-1/state/e2-s40'
     """
     return job / "state" / f"e{epoch}-s{step}"
+
+
+def check_home(job: Path) -> None:
+    """Checks that the home of a job's folder is there: who writes there would make one at a path that it has left.
+
+    What is written so is lost, and the home cannot be put back to where a folder is.
+
+    Raises:
+        RunError: `save.failed`, as on a disk that takes nothing: what was to be written waits.
+    """
+    home = job.parent.parent
+    if not home.is_dir():
+        why = "the home of the service is not there: it was moved, or its disk is not mounted"
+        raise RunError("save.failed", f"{job} could not be written.", where=str(home), why=why, fix="put it back")
 
 
 def states_replaced_by(state: Path) -> list[Path]:

@@ -143,9 +143,13 @@ def worker(tmp_path, monkeypatch):
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
 
+    disk["home"] = tmp_path / "home"
+    disk["home"].mkdir()
+
     def start(job: str, steps: int, place: int) -> None:
         values = {"steps": steps}
-        command = {"command": "start", "job": job, "epoch": 1, "name": job, "folder": str(tmp_path / job)}
+        folder = disk["home"] / "jobs" / job
+        command = {"command": "start", "job": job, "epoch": 1, "name": job, "folder": str(folder)}
         line.commands.put(command | {"place": place, "state": None, "values": values})
 
     yield start, line, disk
@@ -179,6 +183,24 @@ def test_an_adapter_that_is_done_waits_for_the_disk_while_others_train(worker, w
     disk["full"] = None
     wait_for(lambda: line.of("finished"))
     assert [event["job"] for event in line.of("finished")] == ["fern"]
+    assert line.of("failed") == []
+
+
+def test_a_home_that_was_moved_is_not_made_anew_and_adapters_wait_for_it(worker):
+    """One that was made so had the adapters of jobs that were done, and was where the home had to be put back."""
+    start, line, disk = worker
+    start("moss", 10**6, 1)
+    wait_for(lambda: line.of("saved"))
+    moved = disk["home"].rename(disk["home"].with_name("moved"))
+    time.sleep(0.1)
+    saves = len(line.of("saved"))
+    start("fern", 4, 0)
+    wait_for(lambda: {event["job"] for event in line.of("not-saved")} == {"fern", "moss"})
+    assert line.of("finished") == []
+    assert len(line.of("saved")) == saves
+    assert not disk["home"].exists()
+    moved.rename(disk["home"])
+    wait_for(lambda: line.of("finished"))
     assert line.of("failed") == []
 
 

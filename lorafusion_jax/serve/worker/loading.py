@@ -20,7 +20,7 @@ from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.data.references import SetReferences, reference_shapes
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.files import replace_text
-from lorafusion_jax.serve.state_folders import states_replaced_by
+from lorafusion_jax.serve.state_folders import check_home, states_replaced_by
 from lorafusion_jax.session import AdapterState, Task
 from lorafusion_jax.session.assembler import teacher_state
 from lorafusion_jax.session.export import AdapterExport
@@ -71,6 +71,7 @@ def load(job: str, values: dict[str, Any], state: Path | None, folder: Path) -> 
 def write_references(folder: Path, references: SetReferences) -> None:
     """Writes what a reference says, and its digest. A full disk only means that they are computed again."""
     try:
+        check_home(folder)
         digests = write_arrays(folder, {NAME: references}, {NAME: NAME})
         replace_text(folder / NOTE, json.dumps({KEY: digests}))
     except (OSError, LoraFusionError) as problem:

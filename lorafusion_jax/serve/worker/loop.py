@@ -15,7 +15,7 @@ from typing import Any
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.generation.engine import SLOTS
 from lorafusion_jax.report.events import RunEvent
-from lorafusion_jax.serve.state_folders import state_folder
+from lorafusion_jax.serve.state_folders import check_home, state_folder
 from lorafusion_jax.serve.wire import Message
 from lorafusion_jax.serve.worker.link import Link
 from lorafusion_jax.serve.worker.loading import Held, Loaded, Reading, load, write_references
@@ -298,7 +298,12 @@ class WorkerLoop:
     def _export(self, held: Held, task: Task) -> AdapterExport[AdapterState]:
         assert held.reading is not None
         target = held.folder / "adapter" / f"step-{task.step}-e{held.epoch}"  # no older writer writes there
-        return AdapterExport(task.step, held.reading.result, partial(export_task, task, target=target, name=held.name))
+
+        def write(state: AdapterState) -> Path:
+            check_home(held.folder)
+            return export_task(task, state, target, name=held.name)
+
+        return AdapterExport(task.step, held.reading.result, write)
 
     def _advance_export(self, held: Held, export: AdapterExport[AdapterState]) -> None:
         """Frees the place of an adapter that is read, and ends its job once it is written.
@@ -439,6 +444,7 @@ class WorkerLoop:
         self._link.emit("not-saved", job=held.job, epoch=held.epoch, reason=str(problem))
 
     def _write(self, held: Held, state: AdapterState) -> Path:
+        check_home(held.folder)
         return state.write(state_folder(held.folder, held.epoch, state.step))
 
     def _listen(self, event: RunEvent) -> None:

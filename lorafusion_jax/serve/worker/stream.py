@@ -19,7 +19,7 @@ from typing import Any
 
 from lorafusion_jax.errors import CallError, LoraFusionError, ServerCallError
 from lorafusion_jax.files import replace_bytes
-from lorafusion_jax.serve.state_folders import state_folder
+from lorafusion_jax.serve.state_folders import check_home, state_folder
 from lorafusion_jax.serve.tinker.datums import DatumError, Sparse, read_batch, write_outputs
 from lorafusion_jax.serve.wire import Message
 from lorafusion_jax.serve.worker.link import Link
@@ -243,6 +243,7 @@ class Models:
     def _write(self, model: Model, seq: int, state: Future[AdapterState]) -> None:
         assert model.saving is not None
         try:
+            check_home(model.folder)
             path = state.result().write(state_folder(model.folder, model.epoch, seq))
         except LoraFusionError as problem:
             if not model.ended:
@@ -290,6 +291,7 @@ class Models:
             case StepDone():
                 return {"result": {"metrics": result.metrics}}
             case AdapterState():
+                check_home(model.folder)
                 folder = Path(command["values"]["folder"])
                 if command["kind"] == "save_weights":
                     result.write(folder)
