@@ -22,13 +22,20 @@ class Turns(TypedDict):
     rests: Mapping[str, Sequence[int]]
 
 
-def turns(config: JobConfig, prepared: Prepared, jobs: Sequence[AdapterJob]) -> Turns:
-    """Returns how adapters take turns. Those that are compared come to the step of a comparison before any goes on."""
+def turns(
+    config: JobConfig, prepared: Prepared, jobs: Sequence[AdapterJob], *, not_awaited: Collection[str] = ()
+) -> Turns:
+    """Returns how adapters take turns. Those that are compared come to the step of a comparison before any goes on.
+
+    Args:
+        not_awaited: adapters for which no comparison waits.
+    """
     steps, rests = {job.name: job.num_batches for job in jobs}, {}
     for group in compared(config, prepared, steps) if config.halving.is_on else ():
         marks = config.halving.marks(max(steps[name] for name in group))
-        if len(group) > 1:
-            rests |= {name: [config.halving.step_of(mark, steps[name]) for mark in marks] for name in group}
+        awaited = [name for name in group if name not in not_awaited]
+        if len(awaited) > 1:
+            rests |= {name: [config.halving.step_of(mark, steps[name]) for mark in marks] for name in awaited}
     return {"most_open": residents(config), "rests": rests}
 
 

@@ -71,6 +71,11 @@ class AdapterProgress:
         return bool(self.stop) and self.status == "running" and not self.reason
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether the others of a comparison wait for it, if it is running: nobody waits for one that may not lose."""
+        return not (self.stop or self.late or self.extended)
+
+    @property
     def failure(self) -> str:
         """Why the adapter failed; empty if it did not."""
         return self.reason if self.status == "failed" else ""

@@ -6,7 +6,7 @@ resumed from an earlier checkpoint makes the same changes at the same slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -105,11 +105,14 @@ def check_request(action: Action, name: str, adapters: Mapping[str, str]) -> Non
         raise ConfigError("control.paused", f"{name} is paused.", fix="continue it first, or cancel it")
 
 
-def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[Change]]:
+def revise(
+    job: Job, slot: int, changes: Sequence[Change], *, not_awaited: Collection[str] = ()
+) -> tuple[Plan, list[Change]]:
     """Replans the rest of a job with changes, at most one per adapter.
 
     Args:
         job: with the old plan, and with settings and data after the changes.
+        not_awaited: see `turns`.
 
     Returns:
         (plan, the changes with their steps set)
@@ -134,7 +137,7 @@ def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[C
         weights={change.adapter: change.weight for change in changes if change.weight is not None},
         seed=plan.seed,
         time_limit_s=job.config.train.plan_seconds,
-        **turns(job.config, job.prepared, list(jobs.values())),
+        **turns(job.config, job.prepared, list(jobs.values()), not_awaited=not_awaited),
     )
     return replanned, [_with_steps(change, replanned) for change in changes]
 

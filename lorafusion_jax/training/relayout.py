@@ -109,6 +109,7 @@ def plan_for_mesh(
     *,
     drop: Sequence[str] = (),
     failed: Sequence[str] = (),
+    not_awaited: Sequence[str] = (),
 ) -> Plan:
     """Returns the plan with which a run continues from a slot, on the mesh of its configuration.
 
@@ -119,6 +120,7 @@ def plan_for_mesh(
         drop: adapters that are dropped from this slot on.
         failed: adapters that have failed. If the plan stays, so do their samples, which keeps the results of the others
             bitwise equal. A new plan omits them.
+        not_awaited: see `turns`.
     """
     mesh_layout = (config.mesh.stages, config.mesh.replicas)
     stays = all(layout[1:] == mesh_layout for layout in plan.layouts if layout.end > slot)
@@ -135,7 +137,7 @@ def plan_for_mesh(
         data_parallel=replicas,
         seed=plan.seed,
         time_limit_s=config.train.plan_seconds,
-        **turns(config, prepared, plan.jobs),
+        **turns(config, prepared, plan.jobs, not_awaited=not_awaited),
     )
 
 

@@ -113,7 +113,9 @@ def _continue_run(
         present = select_adapters(config, initial_adapters(config, checkpoint, recorded_changes(folder)))
         prepared = read_references(folder.path, record, config, prepared, adapters_with_references(present))
         failed = [name for name, state in status.items() if state == "failed"]
-        plan = plan_for_mesh(before, config, prepared, checkpoint.slot or 0, drop=drop, failed=failed)
+        late = Progress.of(checkpoint.position).not_awaited if checkpoint.position else ()
+        slot = checkpoint.slot or 0
+        plan = plan_for_mesh(before, config, prepared, slot, drop=drop, failed=failed, not_awaited=late)
     check_agreement(job_facts(config, prepared, base_files, starting))
     after = -1 if checkpoint.slot is None else checkpoint.slot  # -1: keep no rows, not even those before the first slot
     all_listeners = local_listeners(listeners, lambda: Recorder(folder.path, resume_slot=after))

@@ -170,7 +170,9 @@ class Revisions:
             step = steps.pop()
             self._emit(PhaseBegun(text="planning"))
             try:
-                plan, changes = revise(step.after, slot, list(step.changes.values()))
+                plan, changes = revise(
+                    step.after, slot, list(step.changes.values()), not_awaited=self._progress.not_awaited
+                )
             except REFUSABLE as problem:
                 if step.request is None:
                     raise

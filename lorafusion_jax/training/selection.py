@@ -65,8 +65,7 @@ class Selection:
         for mark in halving.marks(max(adapter.num_steps for adapter in group)):
             steps = {adapter.name: halving.step_of(mark, adapter.num_steps) for adapter in group}
             newest = max(adapter.passed for adapter in group)
-            running = [a for a in group if a.status == "running" and not a.stop]
-            waits_for = [a for a in running if not (a.late or a.extended) and a.passed >= newest]
+            waits_for = [a for a in group if a.status == "running" and a.is_awaited and a.passed >= newest]
             if mark > newest and any(a.step < steps[a.name] <= a.num_steps for a in waits_for):
                 return
             for adapter in group:

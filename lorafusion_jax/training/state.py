@@ -44,6 +44,11 @@ class Progress:
             if adapter.status == "failed" and adapter.step == adapter.num_steps
         ]
 
+    @property
+    def not_awaited(self) -> list[str]:
+        """Adapters for which no comparison of halving waits."""
+        return [name for name, adapter in self.adapters.items() if not adapter.is_awaited]
+
     def drop(self, stopped: Iterable[tuple[str, int]]) -> list[AdapterProgress]:
         """Marks running adapters that the plan stops as failed, and returns them."""
         dropped = [

@@ -26,7 +26,11 @@ from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.session.assembler import Batches
 from lorafusion_jax.session.steps import Steps
 from lorafusion_jax.training import resume, train
-from scheduling import replan
+from lorafusion_jax.training.changes import Change, revise
+from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.revisions import extended
+from lorafusion_jax.training.state import Progress
+from scheduling import Plan, replan
 
 STEPS = 12
 
@@ -282,6 +286,33 @@ def test_no_later_plan_waits_for_a_program(job, batches):
         later = replan(plan, at_slot=2, finish=ended, **turns(config, prepared, plan.jobs))
         microbatches.replace_plan(config, prepared, later)
         assert all(shapes_of(microbatches.of(slot)) in compiled for slot in range(later.num_slots))
+
+
+def test_nobody_rests_for_who_is_extended_after_an_early_end(job, batches):
+    """No comparison waits for it, so the next steps of the others do not, either."""
+    alike = [batches[0] | {"name": name} for name in "abcd"]
+    config = load_config(job(adapters=alike, mesh={"stages": 4}, halving={"first_step": 2}, epochs=4))
+    prepared = prepare(config)
+    plan = plan_training(config, prepared)
+    progress = Progress.first({name: plan.job_of[name].num_batches for name in "abcd"}, stage_devices=1, plan="")
+    begun = Job(config=config, prepared=prepared, plan=plan)
+
+    def after(plan: Plan, step: int, names: str) -> int:
+        return 1 + max(slot for slot, name, batch in plan.batches_ending() if name in names and batch == step - 1)
+
+    for step, name in ((2, "d"), (4, "c")):
+        progress.adapters[name].stop = f"halved at step {step}"
+        slot = after(begun.plan, step, "abc")
+        begun.plan, _ = revise(
+            begun, slot, [Change(action="stop", adapter=name, slot=slot)], not_awaited=progress.not_awaited
+        )
+    longer, slot = extended(begun, "c", epochs=2, steps=None), after(begun.plan, 7, "ab")
+    extension = [Change(action="extend", adapter="c", slot=slot)]
+    waiting, _ = revise(longer, slot, extension)
+    going_on, _ = revise(longer, slot, extension, not_awaited=progress.not_awaited)
+    assert after(going_on, 9, "ab") < after(going_on, 8, "c") <= after(waiting, 9, "ab")
+    progress.adapters["c"].extend(20)
+    assert progress.not_awaited == ["c", "d"]
 
 
 def shapes_of(rows):
