@@ -244,10 +244,8 @@ def run(arguments: list[str] | None = None) -> int:
     except typer.TyperException as problem:  # unknown command or option, missing argument
         problem.message = problem.message.replace("Value error, ", "")  # pyright: ignore[reportAttributeAccessIssue]
         problem.show()  # pyright: ignore[reportAttributeAccessIssue]
-        if setting := _as_setting(problem):
-            errors_to().print(
-                f"  fix: settings of a job file are typed without dashes: {setting}", style="red", soft_wrap=True
-            )
+        if fix := _usage_fix(problem):
+            errors_to().print(f"  fix: {fix}", style="red", markup=False, highlight=False, soft_wrap=True)
         return problem.exit_code
     except (typer.Abort, KeyboardInterrupt):
         errors_to().print("interrupted", style="yellow")
@@ -267,6 +265,22 @@ def run(arguments: list[str] | None = None) -> int:
             raise
         _print_error(_system_error(problem))
         return 1
+
+
+def _usage_fix(problem: Any) -> str:
+    """How the command is typed whose arguments are wrong; empty if its error says it."""
+    if setting := _as_setting(problem):
+        return f"settings of a job file are typed without dashes: {setting}"
+    command = None if problem.ctx is None else problem.ctx.command
+    match = re.search(r"Example: (lorafusion .+?)(\n\n|$)", getattr(command, "help", None) or "", re.DOTALL)
+    if command is None or match is None:
+        return ""
+    example = " ".join(match[1].split())
+    option = (getattr(problem, "option_name", None) or "").lstrip("-").upper()
+    arguments = [parameter.metavar for parameter in command.params if parameter.param_type_name == "argument"]
+    if option and option in arguments:
+        return f"{option} is typed without --{option.lower()}, as in {example}"
+    return example if "Missing" in problem.format_message() else ""
 
 
 def _as_setting(problem: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean_path, quoted
+from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean_path, first_few, quoted
 from lorafusion_jax.readable import check_regular, read_text, to_utf8
 
 Keys = tuple[str | int, ...]
@@ -26,6 +26,8 @@ SHOWN_KEY = 60  # characters
 DEEP_KEY = re.compile(rf"""(?<!["'\w-])(?:["'\w-]++\s*+\.\s*+){{{DEEPEST}}}""")
 ROW_FILES = {"jsonl", "csv", "tsv", "parquet", "arrow"}  # no job file ends so
 PACKED = {"gz", "zst"}
+JOB_FILES = (".yaml", ".yml", ".toml", ".json")
+MOST_FILES = 6  # that an error offers
 TOO_LARGE_FIX = "several job files, one for each run"
 
 
@@ -81,6 +83,10 @@ def read_source(path: Path) -> Source:
         fix = did_you_mean_path(path, _job_files(path.parent), are_files=True)
         fix = fix or "lorafusion new, or lorafusion init > jobs.yaml"
         raise ConfigError("config.missing", f"there is no job file {path}.", fix=fix) from None
+    except IsADirectoryError:
+        files = [str(path / name) for name in _job_files(path)]
+        fix = f"one of {first_few(files, MOST_FILES)}" if files else "lorafusion new, or lorafusion init > jobs.yaml"
+        raise ConfigError("config.folder", f"{path} is a folder, not a job file.", fix=fix) from None
     except (OSError, UnicodeDecodeError) as problem:
         encoding = "latin1" if isinstance(problem, UnicodeDecodeError) else getattr(problem, "encoding", None)
         fix = f"{to_utf8(str(path), encoding)}, or save it as UTF-8" if encoding else ""
@@ -90,7 +96,7 @@ def read_source(path: Path) -> Source:
 
 def _job_files(folder: Path) -> list[str]:
     with suppress(OSError):
-        return sorted(file.name for file in folder.iterdir() if file.suffix in (".yaml", ".yml", ".toml", ".json"))
+        return sorted(file.name for file in folder.iterdir() if file.suffix in JOB_FILES)
     return []
 
 

@@ -367,6 +367,33 @@ def test_a_file_below_very_many_new_folders_is_written(lorafusion, tiny_base, tm
     os.removedirs(os.path.dirname(path))  # shutil.rmtree recurses, too
 
 
+def test_a_job_file_is_no_run_and_a_folder_no_job_file(lorafusion, job):
+    outcome = lorafusion("resume", job.path)
+    assert (outcome.code, outcome.errors) == (2, ["run.missing"])
+    assert f"fix: the folder of its run, or lorafusion train {job.path} --out" in outcome.err
+    outcome = lorafusion("check", job.folder)
+    assert (outcome.code, outcome.errors) == (2, ["config.folder"])
+    assert f"fix: one of {job.path}" in outcome.err
+    (job.folder / "empty").mkdir()
+    assert "fix: lorafusion new" in lorafusion("plan", job.folder / "empty").err
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["generate", "base", "--prompt", "hi"], "PROMPT is typed without --prompt, as in lorafusion generate runs/"),
+        (["export", "--run", "runs/exp1"], "RUN is typed without --run, as in lorafusion export runs/"),
+        (["status"], "fix: lorafusion status runs/exp1"),
+        (["jobs", "show"], "fix: lorafusion jobs show"),
+        (["plan", "jobs.yaml", "--lr", "1e-3"], "typed without dashes: optim.lr=…"),
+    ],
+)
+def test_a_usage_error_says_how_the_command_is_typed(lorafusion, words, fix):
+    outcome = lorafusion(*words)
+    assert outcome.code == 2
+    assert fix in outcome.err
+
+
 def test_a_wrong_name_of_a_run_is_answered_with_the_runs_that_are_there(lorafusion, tmp_path):
     (tmp_path / "runs" / "sweep").mkdir(parents=True)
     (tmp_path / "runs" / "sweep" / "plan.json").write_text("{}")
