@@ -42,9 +42,11 @@ FUSED_EXPERTS = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
 FLAGGED_EXPERTS = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "granitemoe",
     "granitemoeshared", "lfm2_moe", "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "sarvam_mla",
 )  # fmt: skip
 EXPERTS_FLAG, EXPERTS_KEY = "--enable-mixed-moe-lora-format", "is_3d_lora_weight"
-NOT_TRIED = ("apertus1p5", "apertus1p5_text", "bailing_moe_v2", "exaone", "lara_mini", "sarvam_mla", "sarvam_moe")
+WITHOUT_CLASS = ("apertus1p5", "apertus1p5_text", "lara_mini")
+OTHER_NAMES = ("exaone", "sarvam_moe")  # of projections, those of published files; q_proj alone is left out in silence
 WITHOUT_LORA = ("bamba", "gpt2", "stablelm")
 SPLIT = {"glm4": "gate_up_proj"}  # a projection that vLLM reads in two parts only
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes
@@ -117,8 +119,10 @@ def why_not_in_vllm(spec: AdapterSpec, model_type: str) -> str:
         return "it takes LoRA of one rank and alpha, without heads and tokens, on both projections of experts or none"
     if not model_type:
         return "how it names projections depends on the base"
-    if model_type in NOT_TRIED:
-        return f"it was not tried with {model_type}"
+    if model_type in WITHOUT_CLASS:
+        return f"it has no class for {model_type}"
+    if model_type in OTHER_NAMES:
+        return f"its class for {model_type} has other names of projections than PEFT"
     if model_type in WITHOUT_LORA:
         return f"it has no LoRA for {model_type}"
     if SPLIT.get(model_type) in spec.targets:

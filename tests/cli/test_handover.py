@@ -144,7 +144,8 @@ def test_other_programs_are_named_where_they_keep_the_meaning_of_an_adapter():
     ("glm_moe_dsa", "experts", ""), ("lfm2_moe", "experts", ""), ("deepseek_v32", "experts", ""),
     ("nemotron_h", "experts", "nemotron_h's experts"), ("llama4", "o_proj", ""), ("olmo_hybrid", "g_proj", ""),
     ("", "q_proj", "depends on the base"), ("gpt2", "c_attn", "no LoRA for gpt2"),
-    ("bailing_moe_v2", "dense", "not tried"),
+    ("bailing_moe_v2", "attention_dense", ""), ("sarvam_mla", "experts", ""), ("exaone", "q_proj", "other names"),
+    ("sarvam_moe", "experts", "other names"), ("lara_mini", "o_proj", "no class"),
 ])  # fmt: skip
 def test_no_command_is_printed_for_what_vllm_does_not_load(model_type, target, why):
     on_experts = target == "experts"

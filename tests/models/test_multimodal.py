@@ -25,7 +25,7 @@ from lorafusion_jax.peft.combine import combine_adapters
 from lorafusion_jax.peft.folder import read_adapter, read_described, write_adapter
 from lorafusion_jax.peft.merge import merge_arrays
 from lorafusion_jax.peft.settings import lora_settings
-from lorafusion_jax.report.servers import NOT_TRIED, commands, type_of
+from lorafusion_jax.report.servers import WITHOUT_CLASS, commands, type_of
 
 SOURCE = golden("gemma3_untied")
 LAYOUTS = {
@@ -153,7 +153,7 @@ def test_a_folder_for_the_whole_model_reaches_its_text_part_only(tmp_path):
     same(copy, arrays)
 
 
-@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name not in NOT_TRIED])
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name not in WITHOUT_CLASS])
 def test_vllm_finds_every_tensor(wrapper, tmp_path):
     root = root_in_peft(wrapper)
     folder = write_adapter(drawn(), SPEC, "base", tmp_path / "law", multimodal=True, root=root)
