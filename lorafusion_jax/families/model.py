@@ -27,6 +27,7 @@ from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.norm import Kind, Norms, Place
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.per_layer_input import MIX, MIX_NORM, POSITIONS, TABLE, PerLayerInput
+from lorafusion_jax.families.quantised import beside_config
 from lorafusion_jax.families.read import translate
 from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.short_convolution import ShortConvolution
@@ -490,7 +491,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
         ) from None
     if not isinstance(raw, dict):
         raise CheckpointError("model.bad-config", "config.json is not a JSON object.", where=str(file))
-    return raw, str(file)
+    return raw | beside_config(file, raw), str(file)
 
 
 def _sentence(problems: list[str]) -> str:

@@ -4,10 +4,13 @@ kernels are packed that reading widens (`weights.packed`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.families.hf_config import SHOWN, shortened
+from lorafusion_jax.readable import SETTINGS, read_text
 from lorafusion_jax.weights.fp8_blocks import BLOCK
 from lorafusion_jax.weights.packed import Packed
 
@@ -33,8 +36,31 @@ def format_name(config: Mapping[str, Any]) -> str:
     method = config.get("quant_method")
     readers = {"bitsandbytes": _bitsandbytes, COMPRESSED: _compressed_tensors, "fp8": _fp8}
     if not isinstance(method, str) or method not in readers:
-        raise UnknownFormat(method[:SHOWN] if isinstance(method, str) else "without quant_method")
+        raise UnknownFormat(named(config))
     return readers[method](config)
+
+
+def named(config: Mapping[str, Any]) -> str:
+    """What a format is called.
+
+    >>> named({"quant_method": "modelopt", "quant_algo": "NVFP4"}), named({"group_size": 64, "bits": 4})
+    ('modelopt, NVFP4', 'MLX, 4 bits')
+    """
+    method, kind = config.get("quant_method"), config.get("quant_algo")
+    if not isinstance(method, str):
+        return f"MLX, {config['bits']} bits" if {"bits", "group_size"} <= config.keys() else "without quant_method"
+    return f"{method}, {kind}"[:SHOWN] if isinstance(kind, str) else method[:SHOWN]
+
+
+def beside_config(file: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` that ModelOpt writes into a file beside a config.json that has none."""
+    if raw.get("quantization_config") is not None:
+        return {}
+    try:
+        said = json.loads(read_text(file.parent / "hf_quant_config.json", SETTINGS))["quantization"]
+        return {"quantization_config": {"quant_method": "modelopt"} | said}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return {}
 
 
 def packed_as(config: Mapping[str, Any], *, has_experts: bool) -> Packed | None:
@@ -52,7 +78,7 @@ def packed_as(config: Mapping[str, Any], *, has_experts: bool) -> Packed | None:
     """
     method = config.get("quant_method")
     if method == "fp8" and has_experts:
-        _fp8(config)
+        _require(config, "fp8", weight_block_size=[BLOCK, BLOCK], fmt=("e4m3", None))
         return Packed(method="scaled")
     if method == "gptq":
         _require(config, "gptq", bits=(2, 4, 8), pack_dtype=("int32", None), is_marlin_format=(False, None))
@@ -129,8 +155,9 @@ def _compressed_tensors(config: Mapping[str, Any]) -> str:
 
 
 def _fp8(config: Mapping[str, Any]) -> str:
-    _require(config, "fp8", weight_block_size=[BLOCK, BLOCK], fmt=("e4m3", None))
-    return "fp8-blocks"
+    of_tensors = config.get("weight_block_size", 0) is None  # without the key, programs take it for either
+    _require(config, "fp8", weight_block_size=None if of_tensors else [BLOCK, BLOCK], fmt=("e4m3", None))
+    return "fp8-tensors" if of_tensors else "fp8-blocks"
 
 
 def _require(config: Mapping[str, Any], method: str, **wanted: Any) -> None:

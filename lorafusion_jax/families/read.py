@@ -14,7 +14,7 @@ from lorafusion_jax.families.hf_config import DROPOUTS, OFF, HFConfig, parse_par
 from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.multimodal import OF_ROOT, SHARED, TEXT, UNCAPPED, text_part
 from lorafusion_jax.families.pattern import LayerType, read_pattern
-from lorafusion_jax.families.quantised import UnknownFormat, format_name, packed_as
+from lorafusion_jax.families.quantised import UnknownFormat, format_name, named, packed_as
 from lorafusion_jax.families.read_mixers import read_delta_net, read_latent, read_mixer
 from lorafusion_jax.families.read_rope import read_ropes
 from lorafusion_jax.families.refused import why_refused
@@ -42,6 +42,8 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     """Returns the fields of a `ModelConfig`, or None if a problem was added to one of the lists."""
     root = raw
     raw, wrapper = text_part(root)
+    if isinstance(of_mlx := raw.pop("quantization", None), dict):
+        raw.setdefault("quantization_config", of_mlx)
     cap = raw.get("final_logit_softcapping") if wrapper in UNCAPPED else None
     if cap is not None:
         raw |= {"final_logit_softcapping": None}
@@ -266,26 +268,26 @@ def _quantised(hf: HFConfig, family: Family, wrapper: str, unsupported: list[str
         return None, None
     if family.turned or family.joined:
         kernels = "kernels that are [in, out]" if family.turned else "projections that lie in one tensor"
-        unsupported.append(f"quantization_config: {kernels} in a file (base.quantize: nf4 makes them so)")
+        unsupported.append(_other_form(f"{named(hf.quantization_config)}, with {kernels} in a file"))
         return None, None
     if hf.quantization_config.get("quant_method") == "mxfp4" and "{}" not in family.expert_names[0]:
         return None, None  # reading dequantises them, see `models.expert_files`
     try:
         packed = packed_as(hf.quantization_config, has_experts=family.experts is not None)
         if packed is not None and wrapper:
-            raise UnknownFormat(f"{packed.method} in a multimodal model")
+            raise UnknownFormat(f"{named(hf.quantization_config)} in a multimodal model")
         if packed is not None:
             return None, packed
         if family.experts is not None:
-            unsupported.append("quantization_config: experts that come quantised (base.quantize: nf4 makes them so)")
-            return None, None
+            raise UnknownFormat(f"{named(hf.quantization_config)} of experts")
         return format_name(hf.quantization_config), None
     except UnknownFormat as problem:
-        unsupported.append(
-            f"quantised weights ({problem}): name the model that they were made of, with base.quantize: fp8, int8 or "
-            "nf4"
-        )
+        unsupported.append(_other_form(str(problem)))
         return None, None
+
+
+def _other_form(what: str) -> str:
+    return f"quantised weights ({what}): name the model that they were made of, with base.quantize: fp8, int8 or nf4"
 
 
 def _refuse_other_options(hf: HFConfig, raw: Mapping[str, Any], family: Family, unsupported: list[str]) -> None:

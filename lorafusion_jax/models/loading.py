@@ -81,6 +81,9 @@ def _fill(shape: tuple[int, ...], dtype: np.dtype, target: Sharding) -> Callable
 # Whether the tensors of a checkpoint are those of its config.json.
 
 
+PLAIN = "not quantised"
+
+
 def check_tensors(
     specs: Mapping[str, TensorSpec], stored: Mapping[str, Stored], config: ModelConfig, directory: Path
 ) -> None:
@@ -105,14 +108,16 @@ def check_tensors(
             f"{len(problems)} tensors do not fit the model that config.json describes:\n    " + "\n    ".join(problems),
             where=str(directory),
             why="the tie_word_embeddings of config.json is false" if missing == [head] else "",
-            fix="use the config.json and the weights of the same model",
+            fix="base.model: the model that it was made of, with base.quantize"
+            if any(problem.startswith(PLAIN) for problem in problems)
+            else "use the config.json and the weights of the same model",
         )
 
 
 def _shape_problem(name: str, spec: TensorSpec, stored: Stored) -> str | None:
     if stored.dtype not in spec.dtypes:
         plain = stored.dtype in FLOATS and not set(FLOATS) & set(spec.dtypes)
-        return f"{'not quantised' if plain else 'unreadable type'}: {name} is {stored.dtype}"
+        return f"{PLAIN if plain else 'unreadable type'}: {name} is {stored.dtype}"
     if spec.shapes and stored.shape not in spec.shapes:
         return f"wrong shape: {name} is {list(stored.shape)}, config.json says{_shapes(spec)}"
     return None

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +159,10 @@ def _of_channels(out_features: int) -> TensorSpec:
     return TensorSpec(dtypes=FLOATS, shapes=((out_features, 1), (out_features,), (1,), ()))
 
 
-def _by_channel(tensors: Tensors, in_features: int, out_features: int) -> dict[str, np.ndarray]:
+def _by_channel(tensors: Tensors, in_features: int, out_features: int, *, scales: str = ".weight_scale"):
     del in_features
-    scales = tensors[".weight_scale"].astype(np.float32).reshape(-1)
-    return {"scales": np.ascontiguousarray(np.broadcast_to(scales, (out_features,)))}
+    numbers = tensors[scales].astype(np.float32).reshape(-1)
+    return {"scales": np.ascontiguousarray(np.broadcast_to(numbers, (out_features,)))}
 
 
 def _blocks_format(scales: str, **others: TensorSpec):
@@ -221,6 +222,16 @@ FORMATS: Mapping[str, CheckpointFormat] = {
     ),
     "compressed-tensors-fp8-blocks": _blocks_format(".weight_scale", **{".input_scale": _UNREAD}),
     "fp8-blocks": _blocks_format(".weight_scale_inv"),
+    "fp8-tensors": CheckpointFormat(
+        kind="fp8",
+        tensors=lambda k, n: {
+            ".weight_scale_inv": TensorSpec(dtypes=FLOATS, shapes=((), (1,))),
+            ".activation_scale": _UNREAD,
+        },
+        bulk="values",
+        bulk_dtype="F8_E4M3",
+        small=partial(_by_channel, scales=".weight_scale_inv"),
+    ),
 }
 
 

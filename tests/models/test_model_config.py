@@ -269,6 +269,7 @@ def compressed(**weights):
     (compressed(strategy="block", block_structure=[128, 128]), "compressed-tensors-fp8-blocks"),
     (compressed(type="int") | {"format": "int-quantized"}, "compressed-tensors-int8"),
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8-blocks"),
+    ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, "fp8-tensors"),
 ])  # fmt: skip
 def test_quantised_checkpoints_have_a_format(quantization, name):
     assert read(quantization_config=quantization).checkpoint_format == name
@@ -284,6 +285,9 @@ def test_quantised_checkpoints_have_a_format(quantization, name):
     (COMPRESSED, "without exactly one group"),
     (COMPRESSED | {"config_groups": {"a": 5}}, "without exactly one group"),
     ({"quant_method": "fp8"}, "weight_block_size=None"),
+    ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "fp8 with weight_block_size=[64, 64]"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "(modelopt, NVFP4)"),
+    ({"group_size": 64, "bits": 4}, "(MLX, 4 bits)"),
     ({"quant_method": ["fp8"]}, "without quant_method"),
     ({}, "without quant_method"),
 ])  # fmt: skip
@@ -292,6 +296,16 @@ def test_other_quantised_checkpoints_are_refused_by_name(quantization, shown):
         read(quantization_config=quantization)
     assert caught.value.code == "model.unsupported"
     assert shown in str(caught.value)
+
+
+def test_what_other_programs_write_elsewhere_of_quantised_weights_is_found(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GOLDEN["llama2"]["config"]))
+    of_modelopt = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(of_modelopt))
+    with pytest.raises(CheckpointError, match=r"quantised weights \(modelopt, NVFP4\)"):
+        ModelConfig.from_hf(tmp_path)
+    with pytest.raises(CheckpointError, match=r"quantised weights \(MLX, 4 bits\).*fp8, int8 or nf4\.\n"):
+        read(quantization={"group_size": 64, "bits": 4})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -83,6 +84,29 @@ def test_another_kind_than_the_checkpoints_is_refused(quantize):
         load_decoder(GOLDEN / "nf4")
 
 
+def test_8_bit_floats_with_the_names_of_mistral_are_the_same(tmp_path):
+    """transformers writes them so, with `weight_block_size: null`."""
+    folder = tmp_path / "renamed"
+    shutil.copytree(GOLDEN / "fp8_tensors", folder)
+    content = (folder / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    renamed = {}
+    for name, entry in json.loads(content[8:begin]).items():
+        is_scale = name.endswith(".weight_scale")
+        renamed[f"{name}_inv" if is_scale else name] = entry | ({"shape": []} if is_scale else {})
+    size = len(content) - begin
+    of_rows = {"dtype": "F32", "shape": [], "data_offsets": [size, size + 4]}
+    header = json.dumps(renamed | {"model.layers.0.mlp.up_proj.activation_scale": of_rows}).encode()
+    length = len(header).to_bytes(8, "little")
+    (folder / "model.safetensors").write_bytes(length + header + content[begin:] + bytes(4))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    chex.assert_trees_all_equal(
+        load_frozen(folder, quantize="fp8"), load_frozen(GOLDEN / "fp8_tensors", quantize="fp8")
+    )
+
+
 def test_kernels_that_were_left_out_are_named(copy):
     def widen(tensors):
         for name in [name for name in tensors if "up_proj" in name]:
@@ -93,6 +117,7 @@ def test_kernels_that_were_left_out_are_named(copy):
         load_frozen(copy("int8", widen), quantize="int8")
     assert "not quantised: model.layers.0.mlp.up_proj.weight is BF16" in str(caught.value)
     assert "missing: model.layers.0.mlp.up_proj.SCB [320]" in str(caught.value)
+    assert caught.value.fix == "base.model: the model that it was made of, with base.quantize"
 
 
 def test_blocks_of_another_size_are_refused(copy):
