@@ -16,7 +16,7 @@ from lorafusion_jax.families.joined import as_published
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import names_in_file
 from lorafusion_jax.families.table import family_named
-from lorafusion_jax.families.unread import is_ignored
+from lorafusion_jax.families.unread import SAVE_PLAIN, is_ignored, other_root
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.readable import RECORD, check_regular, open_regular, read_text
 from lorafusion_jax.weights.checkpoint_formats import FLOATS, INDEX, SINGLE, two_sets
@@ -133,12 +133,14 @@ def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionErro
     problems += [f"not of this model: {name} {list(shapes[name])}" for name in extra]
     if not problems:
         return []
+    root = other_root((name for name in names.values() if name not in shapes), shapes)
     return [
         CheckpointError(
             "model.tensors-differ",
             f"{len(problems)} tensors do not fit the model that config.json describes: {first_few(problems, _SHOWN)}.",
             where=str(directory),
-            fix="use the config.json and the weights of the same model",
+            why=root,
+            fix=SAVE_PLAIN if root else "use the config.json and the weights of the same model",
         )
     ]
 

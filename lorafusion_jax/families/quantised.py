@@ -57,8 +57,8 @@ def beside_config(file: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("quantization_config") is not None:
         return {}
     try:
-        said = json.loads(read_text(file.parent / "hf_quant_config.json", SETTINGS))["quantization"]
-        return {"quantization_config": {"quant_method": "modelopt"} | said}
+        of_modelopt = json.loads(read_text(file.parent / "hf_quant_config.json", SETTINGS))["quantization"]
+        return {"quantization_config": {"quant_method": "modelopt"} | of_modelopt}
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return {}
 

@@ -286,8 +286,8 @@ def _quantised(hf: HFConfig, family: Family, wrapper: str, unsupported: list[str
         return None, None
 
 
-def _other_form(what: str) -> str:
-    return f"quantised weights ({what}): name the model that they were made of, with base.quantize: fp8, int8 or nf4"
+def _other_form(form: str) -> str:
+    return f"quantised weights ({form}): name the model that they were made of, with base.quantize: fp8, int8 or nf4"
 
 
 def _refuse_other_options(hf: HFConfig, raw: Mapping[str, Any], family: Family, unsupported: list[str]) -> None:

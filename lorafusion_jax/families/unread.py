@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.experts_rows import PREDICTORS
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.table import family_named
 
+_NUMBERED = re.compile(r"(.*?)([^.]+\.\d{1,6}\..+)")  # root, and what follows it, of a tensor in a layer
+SAVE_PLAIN = "save the model itself, not what wraps it (torch.compile, PEFT, a multimodal model), or rename its tensors"
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\..+")
 _KEYS = re.compile(r"(?:.+\.)?layers\.(\d{1,6})\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..+")
 
@@ -24,6 +27,22 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
         or (layer is not None and int(layer[1]) >= config.num_layers and PREDICTORS[0] in family.known)
         or any(part in name if part.startswith(".") else name.startswith(part) for part in family.ignored)
     )
+
+
+def other_root(missing: Iterable[str], stored: Collection[str]) -> str:
+    """Says that the names of a checkpoint's tensors begin otherwise, as those that a wrapper of a model saves; "" if
+    not all missing ones of layers are there so.
+
+    >>> other_root(["model.layers.0.mlp.up_proj.weight"], ["_orig_mod.model.layers.0.mlp.up_proj.weight"])
+    "its names begin with '_orig_mod.model.', and those of this model with 'model.'"
+    """
+    lacking = [match for name in missing if (match := _NUMBERED.fullmatch(name))]
+    if not lacking:
+        return ""
+    expected, end = lacking[0].groups()
+    roots = (name.removesuffix(end) for name in stored if name.endswith(end))
+    begin = next((root for root in roots if all(f"{root}{match[2]}" in stored for match in lacking)), None)
+    return "" if begin is None else f"its names begin with {begin!r}, and those of this model with {expected!r}"
 
 
 def _is_unread_key(name: str, config: ModelConfig) -> bool:

@@ -26,7 +26,7 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.model import ModelConfig
 from lorafusion_jax.families.multimodal import names_in_file
 from lorafusion_jax.families.table import family_named
-from lorafusion_jax.families.unread import is_ignored
+from lorafusion_jax.families.unread import SAVE_PLAIN, is_ignored, other_root
 from lorafusion_jax.models.checkpoint import Stored, as_published, list_tensors, plain_index, read_slice
 from lorafusion_jax.models.decoder import Decoder
 from lorafusion_jax.models.expert_files import Part, as_stored, read_parts
@@ -103,12 +103,15 @@ def check_tensors(
     problems += [problem for name in both if (problem := _shape_problem(name, specs[name], stored[name]))]
     head = family_named(config.family).tensor_name("lm_head.weight")
     if problems:
+        root = other_root(missing, stored)
         raise CheckpointError(
             "model.tensors-differ",
             f"{len(problems)} tensors do not fit the model that config.json describes:\n    " + "\n    ".join(problems),
             where=str(directory),
-            why="the tie_word_embeddings of config.json is false" if missing == [head] else "",
-            fix="base.model: the model that it was made of, with base.quantize"
+            why="the tie_word_embeddings of config.json is false" if missing == [head] else root,
+            fix=SAVE_PLAIN
+            if root
+            else "base.model: the model that it was made of, with base.quantize"
             if any(problem.startswith(PLAIN) for problem in problems)
             else "use the config.json and the weights of the same model",
         )

@@ -218,6 +218,23 @@ def test_a_folder_with_two_sets_of_weights_is_an_error(tmp_path):
     load_decoder(model_dir)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("", "_orig_mod."), ("", "base_model.model."), ("model.", "model.language_model."), ("model.", "")],
+)
+def test_names_that_begin_otherwise_are_told(model_dir, old, new):
+    tensors = load_file(model_dir / "model.safetensors")
+    renamed = {name.replace(old, new, 1) if name.startswith(old) else name: array for name, array in tensors.items()}
+    save_file(renamed, model_dir / "model.safetensors")
+    here = "model.".replace(old, new, 1)
+    config = ModelConfig.from_hf(model_dir)
+    with pytest.raises(CheckpointError) as caught:
+        load_decoder(model_dir)
+    for problem in (caught.value, *header_problems(model_dir, config)):
+        assert problem.why == f"its names begin with {here!r}, and those of this model with 'model.'"
+        assert problem.fix.startswith("save the model itself")
+
+
 def test_index_with_missing_tensors_is_an_error(tmp_path):
     model_dir = sharded(tmp_path)
     index = model_dir / "model.safetensors.index.json"
