@@ -29,6 +29,7 @@ from lorafusion_jax.planning.checks import base_problems, checked_data, layer_pr
 from lorafusion_jax.planning.network import network_of
 from lorafusion_jax.planning.planned import Planned, make_planned
 from lorafusion_jax.planning.prediction import this_device
+from lorafusion_jax.readable import PLAN, read_text
 from lorafusion_jax.report.console import warn
 from scheduling import Plan, plan_statistics, simulate
 
@@ -149,3 +150,19 @@ def check_start(config: JobConfig, prepared: Prepared) -> None:
 
         check_adapters(config, prepared)
         check_optimizers([adapter.optim for adapter in config.adapters])
+
+
+def read_plan(path: Path) -> Plan:
+    """Reads a plan file.
+
+    Raises:
+        CheckpointError: missing or damaged.
+    """
+    try:
+        return Plan.from_json(read_text(path, PLAN))
+    except FileNotFoundError:
+        raise CheckpointError(
+            "plan.missing", f"there is no plan {path}.", fix="lorafusion plan jobs.yaml -o plan.json"
+        ) from None
+    except (OSError, ValueError) as problem:
+        raise CheckpointError("plan.damaged", f"{path} is not a plan.", why=str(problem)) from None

@@ -13,7 +13,7 @@ from rich.console import Console, Group
 
 from lorafusion_jax.api.arguments import names_unknown
 from lorafusion_jax.api.jobs import Job, job_of
-from lorafusion_jax.api.plans import JobPlan
+from lorafusion_jax.api.plans import JobPlan, read_plan
 from lorafusion_jax.api.reports import ReportView
 from lorafusion_jax.api.shown import PRE, Curve, Shown, TimelineView, as_html, draw_curves, recording_console
 from lorafusion_jax.api.status import run_numbers, status_screen
@@ -175,7 +175,7 @@ def train(
     job: Job | str | Path | Mapping[str, Any],
     out: str | Path | None = None,
     *,
-    plan: JobPlan | Plan | None = None,
+    plan: JobPlan | Plan | str | Path | None = None,
     progress: Progress = True,
     verify_base: bool = False,
 ) -> Run:
@@ -184,7 +184,7 @@ def train(
     Args:
         job: from `load_job`, or an argument of `load_job`.
         out: new run folder (None: `runs/NAME` of the job).
-        plan: plan to execute (None: plan the job here).
+        plan: plan to execute, or the file of one (None: plan the job here).
         progress: True shows the live view, on a terminal or in a notebook; False shows nothing; a function is called
             with every event of `lorafusion_jax.report.events`.
         verify_base: record digests of every byte of the base model, even of a large one.
@@ -200,7 +200,8 @@ def train(
 
     job_to_run = job_of(job)
     folder = RunFolder.of(out).path if out is not None else Path("runs") / job_to_run.name
-    plan_to_run = plan.plan if isinstance(plan, JobPlan) else plan
+    plan_to_run = read_plan(Path(plan)) if isinstance(plan, str | Path) else plan
+    plan_to_run = plan_to_run.plan if isinstance(plan_to_run, JobPlan) else plan_to_run
 
     def work(listeners: Sequence[Listener]) -> Any:
         return run(job_to_run.config, folder, plan=plan_to_run, listeners=listeners, verify_base=verify_base)

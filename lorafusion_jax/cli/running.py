@@ -11,9 +11,8 @@ from rich.console import Console
 from lorafusion_jax.api.watch import watch
 from lorafusion_jax.cli.common import next_command
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError, quoted
+from lorafusion_jax.errors import LoraFusionError, RunError, quoted
 from lorafusion_jax.log_file import read_rows
-from lorafusion_jax.readable import PLAN, read_text
 from lorafusion_jax.report.console import errors_to, plain_table, say
 from lorafusion_jax.report.early_stops import early_stops
 from lorafusion_jax.report.events import Listener
@@ -31,7 +30,6 @@ from lorafusion_jax.session.processes import (
 )
 from lorafusion_jax.signals import INTERRUPTED, last_words
 from lorafusion_jax.training import Interrupted, RunFolder, RunResult
-from scheduling import Plan
 
 COLOURS = {"running": "bold", "done": "green", "failed": "bold red", "paused": "yellow", "cancelled": "yellow"}
 
@@ -149,19 +147,3 @@ def compare_with_prediction(folder: Path) -> str | None:
         if rows[1].get(key) is not None
     ]
     return "  ·  ".join(parts)
-
-
-def read_plan(path: Path) -> Plan:
-    """Reads a plan file.
-
-    Raises:
-        CheckpointError: missing or damaged.
-    """
-    try:
-        return Plan.from_json(read_text(path, PLAN))
-    except FileNotFoundError:
-        raise CheckpointError(
-            "plan.missing", f"there is no plan {path}.", fix="lorafusion plan jobs.yaml -o plan.json"
-        ) from None
-    except (OSError, ValueError) as problem:
-        raise CheckpointError("plan.damaged", f"{path} is not a plan.", why=str(problem)) from None

@@ -82,7 +82,8 @@ def _train(
     command: str,
     cache: bool,
 ) -> int:
-    from lorafusion_jax.cli.running import follow, read_plan
+    from lorafusion_jax.api.plans import read_plan
+    from lorafusion_jax.cli.running import follow
     from lorafusion_jax.training import train
 
     prepare_machine(cache=cache)

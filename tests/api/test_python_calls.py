@@ -79,7 +79,10 @@ def test_a_plan_shows_the_screen_of_the_command(values, tmp_path):
     assert f"plan {plan.plan.digest[:12]}" in str(plan)
     assert "one after another" in plan._repr_html_()
     assert "<iframe" in plan.timeline()._repr_html_()
-    assert lf.train(values, tmp_path / "run", plan=plan, progress=False).numbers["plan"] == plan.plan.digest
+    file = plan.save(tmp_path / "plan.json")
+    assert lf.train(values, tmp_path / "run", plan=file, progress=False).numbers["plan"] == plan.plan.digest
+    with pytest.raises(lf.LoraFusionError, match=r"plan\.missing"):
+        lf.train(values, tmp_path / "other", plan=str(tmp_path / "paln.json"), progress=False)
 
 
 def test_a_run_shows_its_table_and_its_curves(run):
