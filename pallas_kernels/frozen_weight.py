@@ -94,11 +94,11 @@ def dense(w: FrozenWeight, dtype: Any) -> Float[Array, "K N"]:
     return w.multiply(jnp.eye(w.shape[0], dtype=dtype)) if isinstance(w, QuantisedWeight) else w.astype(dtype)
 
 
-def read_with(rows: jax.Array, stored: Any) -> tuple[jax.Array, Any]:
-    """The rows and the stored arrays that they multiply, neither there before the other.
+def read_with(rows: Any, stored: Any) -> tuple[Any, Any]:
+    """The rows and the arrays of weights that they multiply, neither there before the other.
 
-    Nothing else holds XLA from turning all weights of a model back before its first layer, once for forward and
-    backward, and keeping them all: as many bytes as if nothing were stored in fewer.
+    Nothing else holds XLA from turning back or gathering all weights of a model once, for forward and backward, and
+    keeping them all: as many bytes as if nothing were stored in fewer, or on several devices.
     """
     return lax.optimization_barrier((rows, stored))
 

@@ -106,7 +106,7 @@ def test_a_mesh_changes_no_result_and_gathers_stored_bytes_only(kind, mesh, axes
         y, grads = compiled(model, x, table)
     weights = [dtype for dtype, size in gathered(compiled.as_text()) if size >= A_WEIGHT]
     assert set(weights) <= (KINDS[kind] if "fsdp" in sizes else set())
-    assert len(weights) <= 4  # two layers of `fsdp` weights that need a gather, forward and backward
+    assert len(weights) <= 5  # of three layers in forward, and again in backward where x has a gradient
     np.testing.assert_allclose(y, want_y, rtol=0, atol=1e-5 * np.abs(want_y).max())
     for actual, other in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(actual, other, rtol=0, atol=1e-5 * np.abs(other).max())

@@ -1,5 +1,7 @@
 """A model of two layers with LoRA, whole on one device and split over data and tensor devices."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,16 @@ class Block(nnx.Module):
         mesh = jax.sharding.get_abstract_mesh()  # on explicit axes, this sum over devices needs an output sharding
         y = P("data") if AxisType.Explicit in mesh.axis_types else None
         return x + self.down(nnx.gelu(self.gate(x)), out_sharding=y)
+
+
+class Chain(nnx.Module):
+    def __init__(self, layers, width):
+        self.layers = nnx.List([nnx.Linear(width, width, use_bias=False, rngs=nnx.Rngs(i)) for i in range(layers)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
 
 
 def loss_and_gradients(mesh):
@@ -54,3 +66,24 @@ def test_a_sharded_model_trains_as_on_one_device(kind):
     assert abs(loss - want_loss) < 1e-6 * want_loss
     for actual, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
         assert np.abs(actual - other).max() < 1e-5 * np.abs(other).max()
+
+
+def test_a_step_over_fsdp_keeps_no_gathered_weight_for_backward():
+    layers, width = 3, 64
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    on = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
+    with jax.set_mesh(mesh):
+        model = Chain(layers, width)
+        for layer in model.layers:
+            layer.kernel = nnx.Param(jax.device_put(layer.kernel[...], on(P("fsdp"))))
+        graph, lora, frozen = nnx.split(apply_lora(model, ADAPTERS, targets="all-linear"), nnx.LoRAParam, ...)
+        x = jax.ShapeDtypeStruct((8, 4, width), jnp.float32, sharding=on(P("fsdp")))
+        table = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=on(P("fsdp")))
+
+        def loss(lora, frozen, x, table):
+            with use_adapters(LoRAContext.of(ADAPTERS, table)):
+                return (nnx.merge(graph, lora, frozen)(x) ** 2).mean()
+
+        text = jax.jit(jax.grad(loss)).lower(lora, frozen, x, table).compile().as_text()
+    gathers = re.findall(rf"= f32\[{width},{width}\]\S* all-gather\(", text)
+    assert len(gathers) == 2 * layers - 1  # in both passes, but for the first layer, whose x needs no gradient

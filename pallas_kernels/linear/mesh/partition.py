@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pallas_kernels import backend
 from pallas_kernels.batching import refuse_vmap
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.frozen_weight import read_with
 from pallas_kernels.linear import vjp
 from pallas_kernels.linear.mesh import shard
 from pallas_kernels.linear.mesh.layout import Layout, axes_of_type, layout_of
@@ -110,6 +111,8 @@ def _run_backward(call: Call, mesh: Any, layout: Layout, ops: Operands, saved: A
     banks = tuple({i: banks[i] for i in ops.with_lora} for banks in (specs.as_, specs.bs))
     run = functools.partial(shard.backward, call, layout)
     dys = tuple(jax.sharding.reshard(dy, NamedSharding(mesh, spec)) for dy, spec in zip(dys, in_specs[2], strict=True))
+    dys, ws = read_with(dys, ops.ws)  # else XLA keeps what forward gathered
+    ops = dataclasses.replace(ops, ws=ws)
     dx, das, dbs = _shard_map(run, mesh, in_specs, (specs.x, *banks))(_place(ops, specs, mesh, call), saved, dys)
     return (
         _with_shardings_of((ops.x,), {0: dx}, mesh)[0],
@@ -176,6 +179,8 @@ def _automatic_forward(call: Call, ops: Operands):
 
 def _automatic_backward(call: Call, ops: Operands, dys: tuple[jax.Array, ...]):
     # Recomputes S. Its sharding, and so its shape, is unknown when forward would save it.
+    dys, ws = read_with(dys, ops.ws)  # as on explicit axes
+    ops = dataclasses.replace(ops, ws=ws)
     leaves, tree = jax.tree.flatten(_with_row_tables(ops, call))
     dx, *banks = _partitioned_backward(call, tree, ops.x.ndim)(*leaves, *dys)
     das, dbs = banks[: len(banks) // 2], banks[len(banks) // 2 :]
