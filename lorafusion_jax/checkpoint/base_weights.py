@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,7 @@ def weight_problems(directory: Path) -> list[LoraFusionError]:
                     fix="download the file again, or convert the weights without overflow",
                 )
             )
-    return problems or list(_tie_problems(directory, files))
+    return problems or list(tie_problems(directory))
 
 
 def _broken_file(file: Path) -> CheckpointError | None:
@@ -188,7 +188,7 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...] | None]:
     return {name_of(name): shape for name, shape in shapes.items()}
 
 
-def _tie_problems(directory: Path, files: Sequence[Path]) -> Iterator[LoraFusionError]:
+def tie_problems(directory: Path) -> Iterator[LoraFusionError]:
     """Finds an output head that differs from the embedding although config.json says that they are one.
 
     transformers does not tie them then. We would train with the embedding, and merge into a folder with the other head.
@@ -198,9 +198,10 @@ def _tie_problems(directory: Path, files: Sequence[Path]) -> Iterator[LoraFusion
     except LoraFusionError:  # whoever needs it reports it
         return
     family = family_named(config.family)
-    head, table = family.tensor_name("lm_head.weight"), family.tensor_name("model.embed_tokens.weight")
-    places = {name: file for file in files for name in _entries(file)} if config.tie_embeddings else {}
-    table = table if table in places else table.removeprefix(family.root)
+    tables = [family.tensor_name(f"{module}.weight") for module in ("lm_head", "model.embed_tokens")]
+    files = [file for file in _listed_files(directory) if file.is_file()] if config.tie_embeddings else []
+    places = {name: file for file in files for name in _entries(file)}
+    head, table = names_in_file(family, config.wrapper, tables, places)[0].values()
     if {head, table} <= places.keys() and not _same_bytes(places[head], head, places[table], table):
         yield CheckpointError(
             "model.tensors-differ",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.checkpoint.base_weights import tie_problems
 from lorafusion_jax.checkpoint.warm_start import with_all_layers
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
@@ -36,6 +37,7 @@ def load_stage(source: Source) -> Stage:
     reader = open_frozen(
         source.base, dtype=dtype, quantize=source.quantize, sharding=lambda name, shape: mesh.weight(shape)
     )
+    raise_all(list(tie_problems(source.base)))
     adapters = _read_all(source.adapters, model)
     parts = Parts(
         model=model,

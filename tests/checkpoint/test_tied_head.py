@@ -10,6 +10,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.checkpoint.base_weights import INDEX, weight_problems
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.generation.load import load_stage
+from lorafusion_jax.generation.sources import Source
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -40,6 +43,27 @@ def test_another_head_is_refused(sharded, write_head):
     assert problem.code == "model.tensors-differ"
     assert problem.what.startswith(f"{HEAD} differs from {TABLE}")
     assert "tie_word_embeddings to false" in problem.fix
+
+
+def test_text_is_not_made_with_another_head(write_head):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        load_stage(Source(base=write_head(lambda table: table[::-1]), adapters=(), asked=(), dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("table", "head"), [("model.language_model.", ""), ("language_model.model.", "language_model.")]
+)
+def test_another_head_of_a_multimodal_model_is_refused(write_head, table, head):
+    base = write_head(lambda rows: rows[::-1])
+    tensors = load_file(base / "model.safetensors")
+    renamed = {f"{head}{name}" if name == HEAD else name.replace("model.", table, 1): a for name, a in tensors.items()}
+    save_file(renamed, base / "model.safetensors")
+    text = json.loads((base / "config.json").read_text()) | {"model_type": "mistral"}
+    del text["architectures"]
+    names = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    (base / "config.json").write_text(json.dumps(names | {"text_config": text}))
+    (problem,) = weight_problems(base)
+    assert problem.what.startswith(f"{head}{HEAD} differs from {table}embed_tokens.weight")
 
 
 def test_a_head_of_another_type_is_refused(write_head):
