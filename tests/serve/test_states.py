@@ -111,6 +111,19 @@ def test_a_job_that_kills_its_workers_ends(store):
         assert "4 times" in row["reason"]
 
 
+@pytest.mark.parametrize("end", ["started", "finished", "cancel"])
+def test_a_job_that_trains_or_has_ended_shows_no_reason_of_a_loss_before(store, end):
+    """It was done, and said that its worker was lost."""
+    db, jobs = store
+    job = submitted(db, jobs, "accept", "place", "started")
+    with db.write() as connection:
+        assert jobs.lost(connection, job, why="power")["reason"] == "power"
+        for event in ["cancel"] if end == "cancel" else ["place", "started", "finished"]:
+            row = jobs.change(connection, job, event, actor="test")
+            if event == end:
+                assert row["reason"] == ""
+
+
 def test_progress_forgives_lost_workers(store):
     db, jobs = store
     job = submitted(db, jobs, "accept")

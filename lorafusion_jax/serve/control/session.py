@@ -30,6 +30,7 @@ LOCAL = "local"  # the only host
 STOP_S = 60.0  # for a worker to save its jobs and end
 MISSED_BEATS = 3  # of a worker that hangs
 MOST_BACKOFF_S = 60.0
+NO_WORKER = "no worker yet"
 log = logging.getLogger("lorafusion.control")
 
 
@@ -156,7 +157,7 @@ class Session:
         adopts = self._worker is None and connection is None and self._adoptable()
         if adopts and silent_s <= self._settings.lease_s:
             return False  # a worker of an earlier server, which will connect
-        self._replace_worker("it ended" if is_dead else "no sign of it" if self._worker or adopts else "no worker yet")
+        self._replace_worker("it ended" if is_dead else "no sign of it" if self._worker or adopts else NO_WORKER)
         return True
 
     def send(self) -> None:
@@ -230,7 +231,8 @@ class Session:
         group, plan = self.group, self.plan
         with self._db.write() as connection:
             row = t.find_row(connection, t.groups, group)
-            self._return_jobs(connection, f"its worker was lost: {why}")
+            loss = "it ended while no server ran" if why == NO_WORKER else why
+            self._return_jobs(connection, f"its worker was lost: {loss}")
             epoch = 1 + (connection.scalar(select(t.epochs.c.last).where(t.epochs.c.group == group)) or 0)
             connection.execute(t.epochs.delete().where(t.epochs.c.group == group))
             connection.execute(t.epochs.insert().values(group=group, last=epoch))

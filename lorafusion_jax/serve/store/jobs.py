@@ -58,6 +58,8 @@ class Jobs:
         values |= {"state": after}
         if event in ("failed", "reject", "refused", "lost", "poison"):
             values.setdefault("reason", why)
+        elif after == "running" or after in ENDED:
+            values.setdefault("reason", "")  # that it once lost a worker says nothing of it now
         if after == "queued":
             values |= {"queued": now, "group": None, "place": None}
         if after == "running" and before["started"] is None:
