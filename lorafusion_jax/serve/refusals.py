@@ -54,6 +54,7 @@ WHYS: Mapping[str, str] = {
     "api.turns": "one owner must not take the service from the others",
     "api.too-large": "bodies are kept in memory",
     "api.unknown-key": "a key that is not known may be a typing mistake",
+    "api.twice": "readers take either value, and nobody would know which",
     "api.values": "reading it would take too much of the server",
     "api.value": "it is none of the values that are taken there",
     "api.waiting": "what waits takes room on the disk, and one owner must not take all of it",

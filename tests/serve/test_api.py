@@ -451,6 +451,7 @@ def test_every_refusal_says_what_to_do(running, job):
         ("POST", "/v1/jobs", json.dumps(job | {"lr": 1}).encode(), key, "api.unknown-key"),
         ("POST", "/v1/jobs", json.dumps(job).encode(), reader, "api.scope"),
         ("POST", "/v1/jobs", b"[" * 99, key, "api.depth"),
+        ("POST", "/v1/jobs", json.dumps(job).replace('"rank"', '"rank": 2, "rank"').encode(), key, "api.twice"),
         ("POST", "/v1/jobs", b" " * (2 << 20), key, "api.too-large"),
         ("POST", "/v1/datasets?name=a.csv", b"", key, "data.empty-file"),
         ("GET", "/v1/me", None, key | {"host": "evil.example"}, "api.host"),
@@ -467,6 +468,8 @@ def test_every_refusal_says_what_to_do(running, job):
     ]
     status, answer = raw(running.url, "POST", "/v1/jobs", json.dumps(job | {"lora": {"rnk": 4}}).encode(), **key)
     assert json.loads(answer)["error"]["fix"] == "did you mean 'rank'?"
+    status, answer = raw(running.url, "POST", "/v1/datasets?name=law.jsonl", '{"prompt": "a"}'.encode("utf-16"), **key)
+    assert json.loads(answer)["error"]["fix"] == "iconv -f utf-16 -t utf-8 FILE.jsonl > FILE-utf8.jsonl"
     for method, path, body, headers, code in asked:
         status, answer = raw(running.url, method, path, body, **headers)
         error = json.loads(answer)["error"]

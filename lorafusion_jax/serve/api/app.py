@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from scheduling import plots
 
 LARGEST_BODY, LARGEST_LOGIN = 1 << 20, 4 << 10  # but for data sets
 BODIES, BODIES_OF_OWNER = 48 << 20, 16 << 20  # bytes of bodies in memory
+SHOWN_KEY = 60  # characters
 MOST_VALUES = 10_000  # of a body, counted by its commas and brackets: a job has fewer than 1 000
 MOST_TOKENS = 400_000  # the same of a prompt
 BODY_S = 30  # for it to arrive
@@ -219,7 +221,23 @@ async def _checked_body(
         return _refuse(422, "api.values", "body", f"a body has at most {values} values.", "fewer values")
     if _depth(without_texts) > DEEPEST:
         return _refuse(422, "api.depth", "body", f"a body is nested at most {DEEPEST} deep.", "flatter values")
+    if (key := _key_given_twice(body)) is not None:
+        return _refuse(422, "api.twice", "body", f"the key {key[:SHOWN_KEY]!r} is given twice.", "keep one of them")
     return body
+
+
+def _key_given_twice(body: bytes) -> str | None:
+    """A key that an object of a body has twice, of which a reader would take the last; None in what is no JSON."""
+    repeated: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+            repeated.append(key)
+
+    with suppress(ValueError, RecursionError):
+        json.loads(body, object_pairs_hook=note)
+    return next(iter(repeated), None)
 
 
 async def _read(receive: Receive, length: int, largest: int, take: Callable[[int], bool]) -> bytes | None:

@@ -269,6 +269,8 @@ def _row(file: Path, row: int) -> dict[str, Any]:
 
 def _without_path(problem: dict[str, str], file: Path) -> dict[str, str]:
     """Nothing of the server's folders reaches a client."""
+    fix = problem.get("fix", "").replace(str(file.with_suffix("")), "FILE")  # commands name files beside it, too
+    problem = problem | ({"fix": fix} if fix else {})
     return {key: text.replace(str(file), "the file").replace(str(file.parent), "") for key, text in problem.items()}
 
 
