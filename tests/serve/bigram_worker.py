@@ -290,7 +290,7 @@ class BigramProcess:
 def _check(pairs: Sequence[tuple[list[int], Sampling]], words: int) -> None:
     """Refuses prompts and settings as the engine does."""
     requests = [Request(tokens=prompt, sampling=sampling) for prompt, sampling in pairs]
-    check_requests(requests, SimpleNamespace(vocab_size=words, positions=1 << 20, ropes=()))
+    check_requests(requests, SimpleNamespace(vocab_size=words, num_outputs=words, positions=1 << 20, ropes=()))
 
 
 def _most_probable(model: Bigrams, prompt: list[int], sampling: Sampling) -> SimpleNamespace:
