@@ -32,7 +32,7 @@ from lorafusion_jax.checkpoint.begun_folder import PLAN, START, read_start
 from lorafusion_jax.checkpoint.run_lock import held_by, run_lock
 from lorafusion_jax.checkpoint.saved_states import slots_of
 from lorafusion_jax.config.load import dump_config, read_resolved
-from lorafusion_jax.config.read import JOB_FILES
+from lorafusion_jax.config.read import is_job_file
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.digests import Damage, find_damage, has_digests
@@ -446,7 +446,9 @@ def no_run(path: Path, file: str) -> CheckpointError:
             fix = fix or f"one of {first_few([str(path.with_name(run)) for run in runs], MOST_RUNS)}"
         if fix:
             return CheckpointError("run.missing", f"{path} is not a run folder.", where=str(path.parent), fix=fix)
-    if path.suffix in JOB_FILES and has_file(path):
+    if has_file(path) and has_file(path.parent / PLAN):
+        return CheckpointError("run.missing", f"{path} is a file of a run.", fix=f"its folder: {quoted(path.parent)}")
+    if is_job_file(path):
         fix = f"the folder of its run, or lorafusion train {quoted(path)} --out runs/NAME"
         return CheckpointError("run.missing", f"{path} is a job file, not the folder of a run.", fix=fix)
     why = f"it has no {file}" if has_folder(path) else "it is a file" if has_file(path) else "there is no such folder"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import numpy as np
 import yaml
 
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean_path, first_few, quoted
-from lorafusion_jax.readable import check_regular, read_text, to_utf8
+from lorafusion_jax.readable import check_regular, has_file, read_text, to_utf8
 
 Keys = tuple[str | int, ...]
 
@@ -84,9 +85,7 @@ def read_source(path: Path) -> Source:
         fix = fix or "lorafusion new, or lorafusion init > jobs.yaml"
         raise ConfigError("config.missing", f"there is no job file {path}.", fix=fix) from None
     except IsADirectoryError:
-        files = [str(path / name) for name in _job_files(path)]
-        fix = f"one of {first_few(files, MOST_FILES)}" if files else "lorafusion new, or lorafusion init > jobs.yaml"
-        raise ConfigError("config.folder", f"{path} is a folder, not a job file.", fix=fix) from None
+        raise _folder_error(path) from None
     except (OSError, UnicodeDecodeError) as problem:
         encoding = "latin1" if isinstance(problem, UnicodeDecodeError) else getattr(problem, "encoding", None)
         fix = f"{to_utf8(str(path), encoding)}, or save it as UTF-8" if encoding else ""
@@ -94,9 +93,31 @@ def read_source(path: Path) -> Source:
     return _read_toml(path, text) if path.suffix == ".toml" else _read_yaml(path, text)
 
 
+def _folder_error(path: Path) -> ConfigError:
+    if has_file(path / "plan.json"):  # its config.yaml has the paths of another folder
+        message, fix = (
+            f"{path} is the folder of a run, not a job file.",
+            f"its job file, or lorafusion resume {quoted(path)}",
+        )
+        return ConfigError("config.folder", message, fix=fix)
+    files = [str(path / name) for name in _job_files(path)]
+    fix = f"one of {first_few(files, MOST_FILES)}" if files else "lorafusion new, or lorafusion init > jobs.yaml"
+    return ConfigError("config.folder", f"{path} is a folder, not a job file.", fix=fix)
+
+
+def is_job_file(path: Path) -> bool:
+    """Whether a file may be a job file. Models and runs have JSON files as well, but none with adapters."""
+    if path.suffix != ".json":
+        return path.suffix in JOB_FILES and has_file(path)
+    with suppress(OSError, ValueError, RecursionError):
+        values = json.loads(read_text(path, LARGEST_FILE))
+        return isinstance(values, dict) and "adapters" in values
+    return False
+
+
 def _job_files(folder: Path) -> list[str]:
     with suppress(OSError):
-        return sorted(file.name for file in folder.iterdir() if file.suffix in JOB_FILES)
+        return sorted(file.name for file in folder.iterdir() if is_job_file(file))
     return []
 
 

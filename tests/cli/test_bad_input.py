@@ -378,6 +378,17 @@ def test_a_job_file_is_no_run_and_a_folder_no_job_file(lorafusion, job):
     assert "fix: lorafusion new" in lorafusion("plan", job.folder / "empty").err
 
 
+def test_json_files_of_models_and_runs_are_no_job_files(lorafusion, tiny_base, tmp_path):
+    assert "fix: lorafusion new" in lorafusion("check", tiny_base).err
+    assert "config.json is not a run folder: it is a file" in lorafusion("status", tiny_base / "config.json").err
+    (tmp_path / "jobs.json").write_text('{"adapters": []}')
+    assert f"fix: one of {tmp_path / 'jobs.json'}" in lorafusion("check", tmp_path).err
+    (tmp_path / "plan.json").write_text("{}")
+    assert f"its job file, or lorafusion resume {tmp_path}" in lorafusion("check", tmp_path).err
+    outcome = lorafusion("status", tmp_path / "jobs.json")
+    assert (outcome.errors, f"fix: its folder: {tmp_path}" in outcome.err) == (["run.missing"], True)
+
+
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
