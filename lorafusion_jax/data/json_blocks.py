@@ -8,11 +8,12 @@ from typing import IO, Any
 
 from lorafusion_jax.data.row_files import HALF, bad_json, check_objects, decode, half_key, half_problem, not_a_list
 from lorafusion_jax.data.rows import Rows
+from lorafusion_jax.families.hf_config import one_of_each
 
 MOST_CHARACTERS = 1 << 28  # of a row; one that is longer does not end
 NEAR_END = 16  # characters of a literal or an escape that the end of the text may cut
 _BOM = "\ufeff".encode()
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(object_pairs_hook=one_of_each)
 
 
 def json_blocks(name: str, file: IO[bytes], block_bytes: int) -> Iterator[Rows]:

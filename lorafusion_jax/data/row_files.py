@@ -13,6 +13,7 @@ import numpy as np
 from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.rows import SHOWN, Rows, RowsError, Unreadable, type_name
 from lorafusion_jax.errors import DataError, first_few, shortened_text
+from lorafusion_jax.families.hf_config import one_of_each
 from lorafusion_jax.readable import to_utf8
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def parse_jsonl(name: str, text: str, *, first_row: int = 0, first_line: int = 1
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = json.loads(line, object_pairs_hook=one_of_each)
         except (ValueError, RecursionError) as problem:
             broken.append((number, _json_problem(problem)))
             continue
@@ -84,7 +85,7 @@ def _bad_lines(code: str, message: str, name: str, problems: list[tuple[int, str
         message.format("1 line" if len(problems) == 1 else f"{len(problems)} lines"),
         where=f"{name}, {word} {numbers}",
         why="; ".join(f"line {number}: {why}" for number, why in problems[:SHOWN]),
-        fix="one JSON object per line",
+        fix="one JSON object per line, with each key once",
     )
     error.count = len(problems)
     return error
@@ -114,7 +115,7 @@ def _json_problem(problem: Exception) -> str:
 def parse_json(name: str, text: str) -> Rows:
     """Parses a list of objects, or an object with such a list in `data`."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=one_of_each)
     except (ValueError, RecursionError) as problem:
         raise bad_json(name, getattr(problem, "lineno", 1), problem) from None
     if HALF in text.lower() and (key := half_key(value)) is not None:
@@ -129,12 +130,13 @@ def parse_json(name: str, text: str) -> Rows:
 
 def bad_json(name: str, line: int, problem: Exception, row: int | None = None) -> DataError:
     """The error of a file, or of a row of it, that cannot be parsed."""
+    is_json = not isinstance(problem, json.JSONDecodeError | RecursionError)
     return DataError(
         "data.bad-json",
         f"{name} is not JSON.",
         where=f"{name}, line {line}" + ("" if row is None else f", row {row}"),
         why=_json_problem(problem),
-        fix="one object per line belongs into a .jsonl file",
+        fix="keep one of them" if is_json else "one object per line belongs into a .jsonl file",
     )
 
 

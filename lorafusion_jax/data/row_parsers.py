@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from lorafusion_jax.data.messages import BadRow, checked_text, parse_message, parse_messages, says_something
 from lorafusion_jax.data.rows import messages_or_text, type_name
 from lorafusion_jax.data.template.chat import RESERVED_NAMES
+from lorafusion_jax.families.hf_config import one_of_each
 from lorafusion_jax.objective.pairs import split_conversation
 
 
@@ -122,9 +123,10 @@ def _json_column(row: dict, columns: dict[str, str], role: str, kind: type, type
     value = row.get(columns[role]) if role in columns else None
     if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise BadRow("data.bad-column", f"'{columns[role]}' is a text, but not JSON") from None
+            value = json.loads(value, object_pairs_hook=one_of_each)
+        except (ValueError, RecursionError) as problem:
+            why = "" if isinstance(problem, json.JSONDecodeError | RecursionError) else f": {problem}"
+            raise BadRow("data.bad-column", f"'{columns[role]}' is a text, but not JSON{why}") from None
     if value is None or value == "" or (isinstance(value, str) and not value.strip()):
         return None
     if not isinstance(value, kind):

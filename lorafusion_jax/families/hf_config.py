@@ -266,7 +266,7 @@ def _problem(detail, values: Mapping[str, Any]) -> str:
 def one_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Makes an object of JSON. A key that is there twice with different values is refused: readers take either."""
     values = dict(pairs)
-    for key, value in pairs:
+    for key, value in pairs if len(values) < len(pairs) else ():
         if value != values[key]:
             raise ValueError(f"the key {shortened(key)} is there twice, with different values")
     return values

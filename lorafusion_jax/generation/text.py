@@ -14,6 +14,7 @@ from lorafusion_jax.data.rows import messages_or_text, typed_row
 from lorafusion_jax.data.template.left_out import unread_keys
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer, with_template
 from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
+from lorafusion_jax.families.hf_config import one_of_each
 from lorafusion_jax.generation.answer_text import AnswerTexts
 from lorafusion_jax.generation.generator import MOST_SEQUENCES, Conversation, Generator
 from lorafusion_jax.generation.load import load_stage
@@ -288,7 +289,7 @@ def _read_row(line: str | dict, adapters: Sequence[str], sampling: Sampling, whe
         except ValueError as problem:
             raise DataError("generate.row", f"{where}: {problem}.") from None
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=one_of_each)
     except (ValueError, RecursionError) as problem:
         raise DataError("generate.row", f"{where} is not JSON.", why=str(problem)) from None
     if not isinstance(row, Mapping):

@@ -27,6 +27,7 @@ BAD = {  # one of each kind that a row can be
     "role of no template": ("chat", {"messages": [{"role": "tool", "content": "a"}, *GOOD["chat"]["messages"]]}),
     "weight": ("chat", {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}),
     "rejected is no text": ("dpo", {"prompt": "a", "chosen": "b", "rejected": 7}),
+    "two answers": ("sft", '{"prompt": "a", "completion": "b", "completion": "c"}'),
     "torn line": ("sft", '{"prompt": "a", "comp'),
 }  # fmt: skip
 

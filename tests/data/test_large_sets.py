@@ -172,6 +172,7 @@ def test_a_list_is_parsed_the_same_wherever_its_blocks_end(text):
     [
         ('[{"a": 1},\n{"a": oops}]', "data.bad-json", "line 2, row 1", "Expecting value"),
         ('[{"a": 1},\n{"a": 2},]', "data.bad-json", "line 2, row 2", "Expecting value"),
+        ('[{"a": 1},\n{"b": {"a": 1, "a": 2}}]', "data.bad-json", "line 2, row 1", "'a' is there twice"),
         ('[{"a": 1}\n{"a": 2}]', "data.bad-json", "line 2", "Expecting ',' or ']'"),
         ('[{"a": 1},\n{"a": "no end', "data.bad-json", "line 2, row 1", "Unterminated string"),
         ('[{"a": 1}', "data.bad-json", "line 1", "Expecting ',' or ']'"),
