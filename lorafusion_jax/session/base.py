@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from lorafusion_jax.adapters.check import check_kind
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.base_weights import tie_problems
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import place_specs, residents, stack_of
@@ -175,6 +176,7 @@ def open_base(
         return weights
 
     reader = open_frozen(directory, dtype=dtype, quantize=config.base.quantize, sharding=sharding_of)
+    raise_all(list(tie_problems(directory)))
     full_reader, tensors = reader, [tensor for tensor in reader.tensors if stage_of(tensor.leaf_name) in local]
     reader = replace(reader, tensors=tensors)
     remat = fitting_remat(later or config, model) if train.remat == "auto" else train.remat

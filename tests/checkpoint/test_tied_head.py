@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from lorafusion_jax.api.training import training_client
 from lorafusion_jax.checkpoint.base_weights import INDEX, weight_problems
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.generation.load import load_stage
@@ -48,6 +49,11 @@ def test_another_head_is_refused(sharded, write_head):
 def test_text_is_not_made_with_another_head(write_head):
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
         load_stage(Source(base=write_head(lambda table: table[::-1]), adapters=(), asked=(), dtype="float32"))
+
+
+def test_no_client_trains_with_another_head(write_head):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        training_client(write_head(lambda table: table[::-1]), rank=2, targets=["q_proj"])
 
 
 @pytest.mark.parametrize(
