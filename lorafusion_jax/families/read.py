@@ -274,8 +274,8 @@ def _quantised(hf: HFConfig, family: Family, wrapper: str, unsupported: list[str
         return None, None  # reading dequantises them, see `models.expert_files`
     try:
         packed = packed_as(hf.quantization_config, has_experts=family.experts is not None)
-        if packed is not None and wrapper:
-            raise UnknownFormat(f"{named(hf.quantization_config)} in a multimodal model")
+        if packed is not None and wrapper and family.experts is not None and "{}" not in family.expert_names[0]:
+            raise UnknownFormat(f"{named(hf.quantization_config)} of experts that lie in one tensor")
         if packed is not None:
             return None, packed
         if family.experts is not None:

@@ -19,6 +19,7 @@ from benchmarks.saved_model import load_frozen, save_decoder
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.families.multimodal import WRAPPERS
 from lorafusion_jax.models import Decoder, ModelConfig
 from lorafusion_jax.peft.folder import export_adapter
 from lorafusion_jax.peft.merge import merge_adapter
@@ -162,6 +163,52 @@ def test_packed_kernels_have_the_values_of_their_formula(packed):
     assert stored["layers.0.mlp.up_proj.kernel"]["values"].dtype == jnp.int8  # it may be stored anew
 
 
+LAYOUTS = {
+    "published": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    "transformers 5": {"model.": "model.language_model.", "lm_head.": "lm_head."},
+}
+
+
+def as_part_of_a_whole(folder, whole, layout, family):
+    """Writes a checkpoint as the text part of a multimodal one, whose tower is packed, too."""
+    text = json.loads((folder / "config.json").read_text()) | {"model_type": family}
+    settings, _ = text.pop("quantization_config"), text.pop("architectures", None)
+    wrapper = "mistral3" if family == "mistral" else family.removesuffix("_text")
+    root = {
+        "architectures": [WRAPPERS[wrapper][0]], "model_type": wrapper, "text_config": text, "vision_config": {},
+        "quantization_config": settings, "tie_word_embeddings": text.get("tie_word_embeddings", False),
+    }  # fmt: skip
+    whole.mkdir()
+    (whole / "config.json").write_text(json.dumps(root))
+    content = (folder / FILE).read_bytes()  # safetensors reads no 8-bit floats as numpy's
+    begin = 8 + int.from_bytes(content[:8], "little")
+    entries = {
+        next(
+            (new + name.removeprefix(old) for old, new in LAYOUTS[layout].items() if name.startswith(old)), name
+        ): entry
+        for name, entry in json.loads(content[8:begin]).items()
+    }
+    tower = "model.vision_tower.patch" if layout == "transformers 5" else "vision_tower.patch"
+    end = len(content) - begin
+    for number, part in enumerate(("qweight", "scales")):
+        places = [end + 4 * number, end + 4 * number + 4]
+        entries[f"{tower}.{part}"] = {"dtype": "I32", "shape": [1], "data_offsets": places}
+    header = json.dumps(entries).encode()
+    (whole / FILE).write_bytes(len(header).to_bytes(8, "little") + header + content[begin:] + bytes(8))
+    return whole
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_text_part_of_a_packed_whole_has_them_too(packed, layout, tmp_path):
+    folder, kernels = packed
+    whole = as_part_of_a_whole(folder, tmp_path / "whole", layout, "mistral")
+    assert weight_problems(whole) == []
+    with pytest.warns(UserWarning, match="2 tensors of vision_tower are left out"):
+        weights: Any = load_frozen(whole, dtype=jnp.float32)
+    for name, values in kernels.items():
+        np.testing.assert_allclose(weights[name], values, rtol=1e-6, err_msg=name)
+
+
 def test_what_does_not_fit_is_named_and_nothing_is_merged_into_it(packed, tmp_path):
     folder, _ = packed
     spec = AdapterSpec(name="a", rank=2, alpha=4, targets=("q_proj",))
@@ -207,14 +254,10 @@ EXPERTS = {  # (quantization_config, type, shape of the scales, end of their nam
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", EXPERTS)
-def test_experts_in_8_bits_are_widened(form, tmp_path):
-    """Blocks of 128 × 128, the last of a side smaller, channels or tensors; the router stays plain."""
+def with_8_bit_projections(case, form, home):
+    """(the folder, and one of the same values as plain numbers)"""
     settings, dtype, shape_of, ending = EXPERTS[form]
-    folder, rng = tmp_path / "base", np.random.default_rng(0)
-    folder.mkdir()
-    tensors = load_file(golden("qwen3_moe") / FILE)
-    (folder / "config.json").write_bytes((golden("qwen3_moe") / "config.json").read_bytes())
+    folders, rng, tensors = (home / "base", home / "plain"), np.random.default_rng(0), load_file(golden(case) / FILE)
     plain = dict(tensors)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         weight = (tensors[name] * (100 if dtype == np.int8 else 1)).astype(dtype)
@@ -224,13 +267,37 @@ def test_experts_in_8_bits_are_widened(form, tmp_path):
         if form.endswith("blocks"):
             each = np.kron(scales, np.ones((128, 128), np.float32))[tuple(map(slice, weight.shape))]
         plain[name] = weight.astype(np.float32) * each
-    save_file(tensors, folder / FILE)
-    write_settings(folder, settings)
-    (tmp_path / "plain").mkdir()
-    save_file(plain, tmp_path / "plain" / FILE)
-    (tmp_path / "plain" / "config.json").write_bytes((golden("qwen3_moe") / "config.json").read_bytes())
-    weights, expected = (load_frozen(where, dtype=jnp.float32) for where in (folder, tmp_path / "plain"))
+    for folder, arrays in zip(folders, (tensors, plain), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_bytes((golden(case) / "config.json").read_bytes())
+        save_file(arrays, folder / FILE)
+    write_settings(folders[0], settings)
+    return folders
+
+
+@pytest.mark.parametrize("form", EXPERTS)
+def test_experts_in_8_bits_are_widened(form, tmp_path):
+    """Blocks of 128 × 128, the last of a side smaller, channels or tensors; the router stays plain."""
+    folders = with_8_bit_projections("qwen3_moe", form, tmp_path)
+    weights, expected = (load_frozen(folder, dtype=jnp.float32) for folder in folders)
     chex.assert_trees_all_equal(weights, expected)
+
+
+@pytest.mark.parametrize(("form", "layout"), [("blocks", "transformers 5"), ("compressed channels", "published")])
+def test_experts_in_8_bits_of_a_whole_are_widened(form, layout, tmp_path):
+    folder, plain = with_8_bit_projections("qwen3_5_moe", form, tmp_path)
+    whole = as_part_of_a_whole(folder, tmp_path / "whole", layout, "qwen3_5_moe_text")
+    assert weight_problems(whole) == []
+    with pytest.warns(UserWarning, match="left out"):
+        weights = load_frozen(whole, dtype=jnp.float32)
+    chex.assert_trees_all_equal(weights, load_frozen(plain, dtype=jnp.float32))
+
+
+def test_experts_of_a_whole_that_lie_in_one_tensor_are_refused_by_name(tmp_path):
+    text = {"model_type": "qwen3_vl_moe_text", "num_experts": 4}
+    whole = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": text}
+    with pytest.raises(CheckpointError, match=r"fp8 of experts that lie in one tensor.* base\.quantize: fp8"):
+        ModelConfig.from_hf(whole | {"quantization_config": EXPERTS["blocks"][0]})
 
 
 @pytest.mark.parametrize(("settings", "shown"), [
