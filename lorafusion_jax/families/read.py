@@ -274,7 +274,8 @@ def _quantised(hf: HFConfig, family: Family, wrapper: str, unsupported: list[str
         return None, None  # reading dequantises them, see `models.expert_files`
     try:
         packed = packed_as(hf.quantization_config, has_experts=family.experts is not None)
-        if packed is not None and wrapper and family.experts is not None and "{}" not in family.expert_names[0]:
+        has_experts = hf.num_experts and (hf.enable_moe_block or "enable_moe_block" not in family.meanings)
+        if packed is not None and wrapper and has_experts and "{}" not in family.expert_names[0]:
             raise UnknownFormat(f"{named(hf.quantization_config)} of experts that lie in one tensor")
         if packed is not None:
             return None, packed

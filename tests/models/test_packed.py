@@ -298,6 +298,10 @@ def test_experts_of_a_whole_that_lie_in_one_tensor_are_refused_by_name(tmp_path)
     whole = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": text}
     with pytest.raises(CheckpointError, match=r"fp8 of experts that lie in one tensor.* base\.quantize: fp8"):
         ModelConfig.from_hf(whole | {"quantization_config": EXPERTS["blocks"][0]})
+    text = json.loads((golden("gemma4") / "config.json").read_text())  # of a family that may have experts; it has none
+    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 64}
+    assert ModelConfig.from_hf(whole | {"quantization_config": awq}).packed.method == "awq"
 
 
 @pytest.mark.parametrize(("settings", "shown"), [
