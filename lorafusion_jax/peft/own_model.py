@@ -182,22 +182,10 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: str | Seque
         ConfigError: `lora.unknown-adapter`.
         CheckpointError: `lora.no-file`, `lora.misfit`: names, shapes or scales differ. The model is not changed then.
     """
-    import orbax.checkpoint as ocp
-
     folder = Path(folder).absolute()
     if not has_folder(folder):
         raise CheckpointError("lora.no-file", "there is no checkpoint of adapters.", where=str(folder))
-    with plain_name(folder) as parent, merged(parent) as stored, ocp.StandardCheckpointer() as checkpointer:
-        try:
-            saved: dict[str, Any] = checkpointer.restore(stored)
-        except FileNotFoundError as problem:
-            raise CheckpointError(
-                "lora.no-file",
-                f"this folder holds no checkpoint of adapters, or a part of one: {problem}",
-                where=str(folder),
-                fix="a folder of lf.save_checkpoint; lf.load_peft reads a PEFT folder",
-            ) from None
-        scales: dict[str, float] = (checkpointer.metadata(stored).custom_metadata or {}).get(SCALE, {})
+    saved, scales = _restored(folder)
     names = _chosen(model, adapters)
     if missing := [name for name in names if name not in saved]:
         raise CheckpointError(
@@ -210,6 +198,24 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: str | Seque
         check_arrays(model, name, saved[name], scales.get(name))
     for name in names:
         put_adapter_arrays(model, name, saved[name])
+
+
+def _restored(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """Reads the tensors and the scale of each adapter, as far as it is written down."""
+    import orbax.checkpoint as ocp
+
+    try:
+        with plain_name(folder) as parent, merged(parent) as stored, ocp.StandardCheckpointer() as checkpointer:
+            arrays = checkpointer.restore(stored)
+            return arrays, (checkpointer.metadata(stored).custom_metadata or {}).get(SCALE, {})
+    except (FileNotFoundError, FileExistsError, ValueError) as problem:  # orbax says in several ways what it lacks
+        raise CheckpointError(
+            "lora.no-file",
+            "this folder holds no checkpoint of adapters, or a part of one.",
+            where=str(folder),
+            why=str(problem).partition("\n")[0],
+            fix="a folder of lf.save_checkpoint; lf.load_peft reads a PEFT folder",
+        ) from None
 
 
 def _chosen(model: nnx.Module, adapters: str | Sequence[str] | None) -> list[str]:

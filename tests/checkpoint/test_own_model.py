@@ -1,6 +1,7 @@
 """Adapters of a model that is not ours, as PEFT folders and orbax checkpoints."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,9 @@ def test_orbax_keeps_one_adapter_or_all(model, tmp_path):
     lf.save_peft(model, "law", tmp_path / "peft")
     with pytest.raises(CheckpointError, match=r"lora\.no-file.*(?s:.)*lf\.load_peft"):
         lf.load_checkpoint(model, tmp_path / "peft")
+    shutil.rmtree(tmp_path / "law" / "d")  # the arrays
+    with pytest.raises(CheckpointError, match=r"lora\.no-file.*or a part of one"):
+        lf.load_checkpoint(model, tmp_path / "law", ["law"])
 
 
 def test_one_adapter_is_left_and_computes_what_it_did(model):
