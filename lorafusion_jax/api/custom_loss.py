@@ -28,22 +28,24 @@ def differentiate(
     else:
         import jax
         import jax.numpy as jnp
+        from jax.core import Tracer
 
         def loss_of(arrays: list[Any]) -> Any:
             loss, metrics = _parts(loss_fn(data, arrays), ("loss", "metrics"))
-            if not isinstance(loss, jax.Array) and loss != 0:  # a batch may have nothing to lose
+            is_traced = isinstance(loss, Tracer)
+            if not (jnp.issubdtype(loss.dtype, jnp.floating) if is_traced else loss == 0):  # 0: nothing to lose
                 raise CallError(
                     "call.loss",
-                    f"the loss is the number {loss}, which jax cannot differentiate.",
-                    why="it has no gradient, as after .item(): nothing would be trained",
-                    fix="return the array of jax",
+                    f"the loss is {f'of type {loss.dtype}' if is_traced else loss}, which jax cannot differentiate.",
+                    why="it has no gradient, as after .item() or a comparison: nothing would be trained",
+                    fix="return a floating array that operations of jax.numpy make of the log-probabilities",
                 )
             return jnp.asarray(loss, float), metrics
 
         loss_and_gradients = jax.value_and_grad(loss_of, has_aux=True)
         try:
             (loss, metrics), gradients = loss_and_gradients([jnp.asarray(array) for array in logprobs])
-        except jax.errors.JAXTypeError as problem:  # numpy's functions, float(…), `if` on a value
+        except jax.errors.JAXTypeError as problem:  # numpy's functions, float(…)
             raise CallError(
                 "call.loss",
                 "the loss asks a log-probability for its value, which jax differentiates.",

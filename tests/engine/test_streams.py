@@ -392,6 +392,8 @@ def test_custom_losses_of_jax_and_numpy_are_those_of_rows(opened):
         lambda _, logprobs: (float(logprobs[0].sum()), {}),
         lambda _, logprobs: (np.exp(logprobs[0]).sum(), {}),
         lambda _, logprobs: (logprobs[0].sum(), {"mean": float(logprobs[0].mean())}),
+        lambda _, logprobs: ((logprobs[0] < 0).sum(), {}),
+        lambda _, logprobs: (jnp.asarray(logprobs[0].sum().item()), {}),
     ],
 )
 def test_a_loss_that_leaves_jax_is_refused_and_would_train_nothing(loss):
