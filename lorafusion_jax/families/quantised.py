@@ -53,14 +53,18 @@ def named(config: Mapping[str, Any]) -> str:
 
 
 def beside_config(file: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The `quantization_config` that ModelOpt writes into a file beside a config.json that has none."""
+    """The `quantization_config` that ModelOpt writes into a file beside a config.json that has none.
+
+    Without `quant_algo` only caches are quantised, and weights are as they were.
+    """
     if raw.get("quantization_config") is not None:
         return {}
     try:
         of_modelopt = json.loads(read_text(file.parent / "hf_quant_config.json", SETTINGS))["quantization"]
-        return {"quantization_config": {"quant_method": "modelopt"} | of_modelopt}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        is_of_weights = of_modelopt["quant_algo"] is not None
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
         return {}
+    return {"quantization_config": {"quant_method": "modelopt"} | of_modelopt} if is_of_weights else {}
 
 
 def packed_as(config: Mapping[str, Any], *, has_experts: bool) -> Packed | None:

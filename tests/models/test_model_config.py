@@ -304,6 +304,9 @@ def test_what_other_programs_write_elsewhere_of_quantised_weights_is_found(tmp_p
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(of_modelopt))
     with pytest.raises(CheckpointError, match=r"quantised weights \(modelopt, NVFP4\)"):
         ModelConfig.from_hf(tmp_path)
+    of_caches = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}  # weights are as they were
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(of_caches))
+    assert ModelConfig.from_hf(tmp_path).checkpoint_format is None
     with pytest.raises(CheckpointError, match=r"quantised weights \(MLX, 4 bits\).*fp8, int8 or nf4\.\n"):
         read(quantization={"group_size": 64, "bits": 4})
 
