@@ -24,6 +24,7 @@ PLAN = 16 * GB  # a million slots take some 100 MB
 LOG = 64 * GB  # metrics and events, which are read line by line
 DATA = 64 * GB
 LOOK = 4096  # bytes
+UNPACK = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # suffix of a file → command that writes what is in it
 
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -156,9 +157,15 @@ def to_utf8(name: str, encoding: str) -> str:
     'iconv -f latin1 -t utf-8 data/law.jsonl > data/law-utf8.jsonl'
     >>> to_utf8("my.home/my key", "utf-16")
     "iconv -f utf-16 -t utf-8 'my.home/my key' > 'my.home/my key-utf8'"
+    >>> to_utf8("data/law.jsonl.gz", "latin1")
+    'gzip -dc data/law.jsonl.gz | iconv -f latin1 -t utf-8 > data/law-utf8.jsonl'
     """
-    converted = PurePath(name).with_stem(f"{PurePath(name).stem}-utf8")
-    return f"iconv -f {encoding} -t utf-8 {shlex.quote(name)} > {shlex.quote(str(converted))}"
+    path, unpack = PurePath(name), UNPACK.get(PurePath(name).suffix)
+    path = path.with_suffix("") if unpack else path
+    to = shlex.quote(str(path.with_stem(f"{path.stem}-utf8")))
+    if unpack:
+        return f"{unpack} {shlex.quote(name)} | iconv -f {encoding} -t utf-8 > {to}"
+    return f"iconv -f {encoding} -t utf-8 {shlex.quote(name)} > {to}"
 
 
 def check_regular(path: Path, most: int | None = None) -> None:

@@ -14,7 +14,7 @@ from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.rows import SHOWN, Rows, RowsError, Unreadable, type_name
 from lorafusion_jax.errors import DataError, first_few, shortened_text
 from lorafusion_jax.families.hf_config import one_of_each
-from lorafusion_jax.readable import to_utf8
+from lorafusion_jax.readable import to_utf8, utf_16
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,7 +36,7 @@ def decode(name: str, content: bytes, first_line: int = 1) -> str:
             f"{name} is not UTF-8 text.",
             where=f"{name}, line {line}",
             why=f"byte 0x{content[problem.start]:02x} at offset {problem.start} cannot be decoded",
-            fix=f"{to_utf8(name, 'latin1')} (or whatever the encoding is)",
+            fix=f"{to_utf8(name, utf_16(content) or 'latin1')} (or whatever the encoding is)",
         ) from None
 
 

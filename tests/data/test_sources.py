@@ -1,6 +1,7 @@
 import decimal
 import gzip
 import json
+import subprocess
 import sys
 import types
 
@@ -156,6 +157,16 @@ def test_text_that_is_not_utf8_names_its_line(tmp_path):
     error = fails("data.not-utf8", "a.jsonl", tmp_path)
     assert error.where == "a.jsonl, line 2"
     assert "0xe9" in error.why
+
+
+@pytest.mark.parametrize("encoding", ["latin1", "utf-16"])
+def test_the_command_that_converts_a_packed_file_unpacks_it(tmp_path, monkeypatch, encoding):
+    rows = '{"text": "café"}\n'
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode(encoding)))
+    command = fails("data.not-utf8", "a.jsonl.gz", tmp_path).fix.partition(" (")[0]
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(command, shell=True, check=True)
+    assert (tmp_path / "a-utf8.jsonl").read_text(encoding="utf-8") == rows
 
 
 def test_csv_with_a_ragged_row(tmp_path):
