@@ -316,6 +316,9 @@ def _kind(result: Converted, key: str, target: str, value: Any) -> None:
     else:
         kind = ("pissa" if key == "pissa_init" else "dora") if value is True else "lora"
     if kind not in (None, "lora"):
+        before = result.job.get("lora", {}).get("kind", kind)
+        if before != kind:
+            result.notes.append((key, f"{before} and {kind} are not trained together; {target} is {kind}"))
         result.set(target, kind)
 
 

@@ -225,6 +225,11 @@ def test_a_file_without_base_or_data_is_refused():
     [
         ("finetuning_type: full\nstage: sft", "finetuning_type", "'full' is not trained here"),
         ("peft_type: IA3", "peft_type", "'IA3' is not trained here; lora.kind is lora"),
+        (
+            "adapter: lora\npeft_use_dora: true\npeft_init_lora_weights: pissa",
+            "peft_init_lora_weights",
+            "dora and pissa are not trained together; lora.kind is pissa",
+        ),
         ("init_lora_weights: lora_ga", "init_lora_weights", "'lora_ga' is not offered"),
         ("adapter: lora\nbias: all", "bias", "lora.lora_bias"),
         ("use_dora: true\nsequence_len: 64", "adapter", "axolotl trains the whole model"),
