@@ -276,5 +276,5 @@ def check_stored_as(quantize: str, name: str | None, *, where: str) -> None:
         f"this checkpoint comes quantised as {kind}, and the job stores its weights {form}.",
         where=where,
         why="rounding a second time would add another error" if quantize != NONE else "they are not widened on load",
-        fix=f"base.quantize: {kind}, or base.model: the model that it was made of",
+        fix=f"base.quantize: {kind} (--quantize {kind} of generate and chat), or the model that it was made of",
     )

@@ -250,6 +250,8 @@ def test_a_checkpoint_that_comes_quantised_is_named_and_trained_on_as_it_is(smal
         assert "error[base.quantize-checkpoint]" in shown
         assert "base.quantize: fp8_blocks" in shown
     assert run(["check", str(small.job("fp8_blocks", model=folder))]) == 0
+    assert run(["generate", str(folder), "a prompt"]) == 2
+    assert "--quantize fp8_blocks of generate" in capsys.readouterr().err
     chex.assert_trees_all_equal(load_frozen(folder, quantize="fp8_blocks"), stored)
 
 
