@@ -81,6 +81,7 @@ def open_regular(path: str | os.PathLike[str], most: int | None = None, *, follo
 
     Raises:
         NotReadableError: it is a pipe, a device or a socket, or too large.
+        FileNotFoundError: it is not there, or no file has such a name, see `has_file`.
         OSError: as `open`.
     """
     more = os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)  # a pipe without a writer would block
@@ -94,7 +95,12 @@ def open_regular(path: str | os.PathLike[str], most: int | None = None, *, follo
             raise
         return handle
 
-    return open(path, "rb", opener=opener)
+    try:
+        return open(path, "rb", opener=opener)
+    except (OSError, ValueError) as problem:  # ValueError: it holds a zero, or half of a character
+        if isinstance(problem, OSError) and problem.errno != errno.ENAMETOOLONG:
+            raise
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from None
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:

@@ -116,7 +116,7 @@ def is_job_file(path: Path) -> bool:
 
 
 def _job_files(folder: Path) -> list[str]:
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         return sorted(file.name for file in folder.iterdir() if is_job_file(file))
     return []
 

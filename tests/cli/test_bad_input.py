@@ -337,6 +337,7 @@ def test_no_run_folder(lorafusion, tmp_path):
     ("words", "code"),
     [
         (("status",), "run.missing"),
+        (("check",), "config.missing"),
         (("verify",), "verify.nothing"),
         (("serve", "--base"), "serve.base"),
         (("combine", "--to", "both"), "combine.adapters"),

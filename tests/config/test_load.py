@@ -451,3 +451,9 @@ def test_a_job_file_of_any_editor_is_read_or_told_how_to_convert_it(tmp_path, na
         with pytest.raises(ConfigError, match=f"it is text in {encoding.upper()}") as raised:
             load_config(file)
         assert f"iconv -f {encoding} -t utf-8 {file} > " in raised.value.fix
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b.yaml", "\ud800/jobs.yaml"])
+def test_what_no_file_can_be_called_is_missing(name):
+    with pytest.raises(ConfigError, match=r"config\.missing"):
+        load_config(Path(name))
