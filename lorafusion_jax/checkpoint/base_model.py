@@ -33,10 +33,10 @@ def find_base(
 ) -> Path:
     """Finds a base model: a path, relative to a directory, or a hub name; errors as of `base_directory`."""
     direct = directory / name
-    if has_folder(direct) and ((direct / "config.json").is_file() or not _models_in(direct)):
+    if is_here(direct) and ((direct / "config.json").is_file() or not _models_in(direct)):
         return direct
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/"))
-    if is_hub_name and not has_folder(direct.parent):  # next to a folder "models", models/8B is a folder, too
+    if is_hub_name and not is_here(direct.parent):  # next to a folder "models", models/8B is a folder, too
         return _from_hub(name, revision, direct, fix)
     raise CheckpointError(
         "model.missing",
@@ -48,10 +48,10 @@ def find_base(
 
 def similar_folder(direct: Path, typed: str, fix: str) -> str:
     """Names the folder that was probably meant, or before the fix the models in a folder that is none, or beside it."""
-    is_here = has_folder(direct)
-    folder, prefix = (direct, Path(typed)) if is_here else (direct.parent, Path(typed).parent)
+    has_direct = is_here(direct)
+    folder, prefix = (direct, Path(typed)) if has_direct else (direct.parent, Path(typed).parent)
     models = [str(prefix / name) for name in _models_in(folder)]
-    near = "" if is_here else did_you_mean_path(Path(typed), _folders_in(folder))
+    near = "" if has_direct else did_you_mean_path(Path(typed), _folders_in(folder))
     return near or (f"{first_few(models, MOST_MODELS)}; or " if models else "") + fix
 
 
@@ -71,7 +71,7 @@ def base_identity(config: JobConfig) -> tuple[str, str | None]:
     if config.base.hub_id is not None:
         return config.base.hub_id, config.base.revision
     model = config.base.model
-    if not has_folder(Path(config.directory) / model):
+    if not is_here(Path(config.directory) / model):
         return model, config.base.revision
     path = (Path(config.directory) / model).absolute()
     return hub_snapshot(path) or (str(Path(os.path.normpath(path))), None)
@@ -90,9 +90,17 @@ def base_in_commands(config: JobConfig) -> str:
     """Returns the base as a command in the current folder names it, quoted: a hub name, or a path."""
     model = config.base.hub_id or config.base.model
     path, current = Path(os.path.abspath(Path(config.directory) / model)), Path.cwd()
-    if config.base.hub_id is None and has_folder(path):
+    if config.base.hub_id is None and is_here(path):
         model = str(path.relative_to(current) if path.is_relative_to(current) else path)
     return quoted(model)
+
+
+def is_here(path: Path) -> bool:
+    """Whether a base's folder is here. Records name paths of other machines: what may not be looked at is not here."""
+    try:
+        return has_folder(path)
+    except PermissionError:
+        return False
 
 
 def hub_snapshot(path: Path) -> tuple[str, str] | None:
@@ -106,7 +114,7 @@ def hub_snapshot(path: Path) -> tuple[str, str] | None:
 def pin_base(config: JobConfig) -> JobConfig:
     """Sets `base.revision` to the hub model's commit, so that a resumed run loads the same weights."""
     commit = commit_of(base_directory(config))
-    if commit is None or has_folder(Path(config.directory) / config.base.model):
+    if commit is None or is_here(Path(config.directory) / config.base.model):
         return config
     return config.model_copy(update={"base": config.base.model_copy(update={"revision": commit})})
 

@@ -12,11 +12,11 @@ import re
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import base_digests
-from lorafusion_jax.checkpoint.base_model import base_directory, base_identity, hub_snapshot
+from lorafusion_jax.checkpoint.base_model import base_directory, base_identity, hub_snapshot, is_here
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.peft.read_config import CONFIG_FILE, read_config
-from lorafusion_jax.readable import RECORD, has_folder, read_text
+from lorafusion_jax.readable import RECORD, read_text
 
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _OTHER_NAME = "if it is the same one under another name: lora.same_base: true"
@@ -90,7 +90,7 @@ def _contradiction(folder: Path, config: JobConfig, now: dict[str, dict[str, str
         return f"{', '.join(changed[:4])} have other content than in its run" if changed else None
     adapter_base, revision = _recorded_base(folder)
     job_base, commit = base_identity(config)
-    both_are_folders = has_folder(Path(adapter_base)) and has_folder(Path(job_base))
+    both_are_folders = is_here(Path(adapter_base)) and is_here(Path(job_base))
     if (same_base and not both_are_folders) or _comparable(folder, config) is not False:
         return None
     at = f" at {revision} and at {commit}" if revision and commit and adapter_base == job_base else ""
@@ -102,8 +102,8 @@ def _comparable(folder: Path, config: JobConfig) -> bool | None:
     adapter_base, revision = _recorded_base(folder)
     job_base, commit = base_identity(config)
     adapter_is_folder, job_is_folder = (
-        Path(adapter_base).is_absolute() and has_folder(Path(adapter_base)),
-        has_folder(Path(job_base)),
+        Path(adapter_base).is_absolute() and is_here(Path(adapter_base)),
+        is_here(Path(job_base)),
     )
     if adapter_is_folder and job_is_folder:
         same = Path(adapter_base).samefile(job_base)

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 from lorafusion_jax.checkpoint.base_model import exported_base
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases, unproven_bases
 from lorafusion_jax.config import load_config
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.generation.sources import find_source
 from lorafusion_jax.peft.folder import read_adapter
 from lorafusion_jax.session.export import model_card
 from lorafusion_jax.training import train
@@ -141,6 +142,25 @@ def test_what_names_tell_of_the_base(home, base_name, revision, base, verdict):
     config = config.model_copy(update={"base": config.base.model_copy(update=base)})
     told = "other" if check_start_bases(config) else "unknown" if unproven_bases(config) else "same"
     assert told == verdict
+
+
+def test_a_base_that_may_not_be_looked_at_is_not_here(home, monkeypatch):
+    """As /root/models of the container in which an adapter was trained."""
+    look = Path.is_dir
+    closed = "/closed/models/tiny"
+
+    def refuse(path, **options):
+        if str(path) == closed:
+            raise PermissionError(13, "Permission denied", closed)
+        return look(path, **options)
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    job_from(home)
+    as_of_another_program(home, base_model_name_or_path=closed, revision=None)
+    config = load_config(home / "jobs.yaml")
+    assert (check_start_bases(config), len(unproven_bases(config))) == ([], 1)
+    with pytest.raises(CheckpointError, match=r"(?s)model\.missing.*--base FOLDER"):
+        find_source(home / "start")
 
 
 def test_who_says_that_the_base_is_the_same_is_believed_over_its_name(home):
