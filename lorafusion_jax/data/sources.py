@@ -115,10 +115,11 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
     """Returns the files of a folder or a glob, by name; a file or a data set of the hub is the only one.
 
     Raises:
-        DataError: data.missing-file, no file of rows is there; data.splits, a folder holds several sets of files.
+        DataError: data.missing-file, no file of rows is there; data.unreadable, it may not be looked at; data.splits, a
+            folder holds several sets of files.
     """
     path = base_dir / source
-    if not is_file(source) or has_file(path):
+    if not is_file(source) or _has_file(source, path):
         return [source]  # reading it says that it is missing
     if has_folder(path):
         files, message = path.rglob("*"), f"the folder {source} has no data file"
@@ -159,6 +160,13 @@ def _unreadable(source: str, path: Path, problem: Exception) -> DataError:
     return DataError("data.unreadable", f"{source} cannot be read.", where=str(path), why=why, fix=fix)
 
 
+def _has_file(source: str, path: Path) -> bool:
+    try:
+        return has_file(path)
+    except PermissionError as problem:
+        raise _unreadable(source, path, problem) from None
+
+
 def _encoding(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
@@ -171,10 +179,10 @@ def find_file(source: str, base_dir: Path) -> Path:
     """Finds the file of a source that is not a hub data set.
 
     Raises:
-        DataError: data.missing-file.
+        DataError: data.missing-file, data.unreadable.
     """
     path = base_dir / source
-    if not has_file(path):
+    if not _has_file(source, path):
         raise DataError(
             "data.missing-file", f"there is no data file {source}.", where=str(path), fix=_similar_file(path, source)
         )

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -157,6 +158,16 @@ def test_text_that_is_not_utf8_names_its_line(tmp_path):
     error = fails("data.not-utf8", "a.jsonl", tmp_path)
     assert error.where == "a.jsonl, line 2"
     assert "0xe9" in error.why
+
+
+def test_a_file_that_may_not_be_looked_at_is_an_error_of_its_source(tmp_path, monkeypatch):
+    def refuse(path, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert "Permission denied" in fails("data.unreadable", "a.jsonl", tmp_path).why
+    with pytest.raises(DataError, match=r"data\.unreadable"):
+        expand_source("a.jsonl", tmp_path)
 
 
 @pytest.mark.parametrize("encoding", ["latin1", "utf-16"])
