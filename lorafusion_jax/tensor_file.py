@@ -20,6 +20,7 @@ import numpy as np
 # takes a backslash for a slash.
 SIGNS = frozenset("*?[]\\")
 MANIFEST, UNMERGED = "manifest.ocdbt", "ocdbt.process_0"
+TENSORS = "d"  # the folder of a database's contents
 CODES = {
     "bool": "BOOL", "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",

@@ -34,7 +34,7 @@ from lorafusion_jax.peft.read_config import CONFIG_FILE, describe, read_config
 from lorafusion_jax.peft.settings import text_name
 from lorafusion_jax.peft.write_config import config_of
 from lorafusion_jax.readable import has_folder
-from lorafusion_jax.tensor_file import merged, plain_name, write_tensors
+from lorafusion_jax.tensor_file import MANIFEST, TENSORS, merged, plain_name, write_tensors
 
 type Keys = Mapping[str, str] | Callable[[str], str] | None
 ROOT = "base_model."
@@ -206,6 +206,9 @@ def _restored(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
 
     try:
         with plain_name(folder) as parent, merged(parent) as stored, ocp.StandardCheckpointer() as checkpointer:
+            if (stored / MANIFEST).is_file() and not has_folder(stored / TENSORS):
+                # tensorstore would go on to read after the first error, and print a traceback for each later one
+                raise FileNotFoundError(f"its folder {TENSORS}, which has the tensors, is missing")
             arrays = checkpointer.restore(stored)
             return arrays, (checkpointer.metadata(stored).custom_metadata or {}).get(SCALE, {})
     except (FileNotFoundError, FileExistsError, ValueError) as problem:  # orbax says in several ways what it lacks

@@ -118,8 +118,8 @@ def test_orbax_keeps_one_adapter_or_all(model, tmp_path):
     lf.save_peft(model, "law", tmp_path / "peft")
     with pytest.raises(CheckpointError, match=r"lora\.no-file.*(?s:.)*lf\.load_peft"):
         lf.load_checkpoint(model, tmp_path / "peft")
-    shutil.rmtree(tmp_path / "law" / "d")  # the arrays
-    with pytest.raises(CheckpointError, match=r"lora\.no-file.*or a part of one"):
+    shutil.rmtree(tmp_path / "law" / "d")
+    with pytest.raises(CheckpointError, match=r"lora\.no-file.*or a part of one(?s:.)*its folder d"):
         lf.load_checkpoint(model, tmp_path / "law", ["law"])
 
 
